@@ -440,15 +440,15 @@ class ReplayEvidence:
     control_token_plus: Amount
     control_layer_minus: Amount
     control_layer_plus: Amount
-    counts_tokens: bool = True  # False on a rank that sees a copy of another rank's tokens
     # real rows of the weight version that the actor holds in this call, and how many of them are in
-    # rows_equal and in rows_mismatch; None in a record of a version that did not tell
-    rows_current: Amount | None = None
-    rows_current_equal: Amount | None = None
-    rows_current_mismatch: Amount | None = None
+    # rows_equal and in rows_mismatch
+    rows_current: Amount
+    rows_current_equal: Amount
+    rows_current_mismatch: Amount
     # slots that --r3-keep-score-ratio dropped (another expert took them), rows with one that the rollout
     # recorded wholly (no longer in rows_replayed), and slots dropped or kept against the rule: must be 0
-    slots_dropped: Amount | None = None
-    rows_dropped: Amount | None = None
-    dropped_off: Amount | None = None
+    slots_dropped: Amount
+    rows_dropped: Amount
+    dropped_off: Amount
+    counts_tokens: bool = True  # False on a rank that sees a copy of another rank's tokens
     num_calls: Annotated[int, Meta(ge=1, le=1 << 40)] = 1  # above 1: the record is a sum

@@ -42,9 +42,9 @@ _CLAIM_WORDS = {
     "--r3-mismatch-threshold",
     "threshold",
     type=click.FloatRange(0, 1),
-    help="Largest share of rows that may have no expert in common (rows of the actor's own weight version, "
-    "where evidence tells versions); it replaces the run's own threshold and the run's verdict on it."
-    "  [default: the run's own, else 0.01]",
+    help="Largest share of the rows of the actor's own weight version that may have no expert in common; it "
+    "replaces the run's own threshold and the run's verdict on it."
+    "  [default: the run's own]",
 )
 @click.option(
     "--min-steps",
@@ -128,7 +128,7 @@ def claim_facts(audit: Audit) -> dict[str, str]:
         + (
             f"; {_amount(n['slots_dropped'], 'slot')} dropped by rule" if n["slots_dropped"] else ""
         ),
-        "covered": f"{n['num_calls']} of {n['calls_expected']} calls; rows filled {n['rows_filled']}, "
+        "covered": f"{n['num_calls']} of {n['num_calls_expected']} calls; rows filled {n['rows_filled']}, "
         f"padding {n['rows_padding']}, native {n['rows_native']}, duplicate {n['duplicate_rows']}",
         "agreement": "",
         RECHECK: "no sample was rechecked by its server",

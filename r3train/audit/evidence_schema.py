@@ -6,28 +6,42 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
-from typing import Annotated, Any, Generic, Literal, TypeVar
+from typing import Annotated, Any, BinaryIO, Generic, TypeVar
 
 import msgspec
 from msgspec import Meta
 
-from r3train.data.rotated_files import PartError, PartLines
-from r3train.proof.judge import COUNTS, Failure, LATER, SAMPLING_MASK, StepExpectation
+from r3train.config.files import bounded_lines, open_regular
+from r3train.data.rotated_files import parts_of
+from r3train.proof.judge import (
+    EVIDENCE_VERSION,
+    Failure,
+    Sampling,
+    SAMPLING_MASK,
+    StepExpectation,
+)
 from r3train.proof.recheck_verdict import RecheckRecord
-from r3train.types import Amount, Fingerprint, ReplayEvidence, ReplayPass
+from r3train.types import Fingerprint, ReplayEvidence, ReplayPass
 
-# A failed step of 4096 ranks with 100 layers takes some ten MB.
-_MAX_LINE = 64 << 20
 _HEX = re.compile(r"0x[0-9a-f]{1,16}", re.ASCII)
 _PLACE = re.compile(r" - at `\$\.([\w/]+)`$")
 # The start of the run that wrote the line; starts are named so that they sort as they began.
 Attempt = Annotated[str, Meta(max_length=100)]
+# One time that a step was trained: the start and the step.
+Trained = tuple[str, int]
 _LineT = TypeVar("_LineT")
+
+
+class EvidenceError(ValueError):
+    """A line or a file of a run that cannot be what a run writes; names the file and the line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +49,6 @@ class RecordLine(ReplayEvidence):
     """One line of ``rank_NNNNN.jsonl``: router calls, and the start of the run that made them."""
 
     attempt: Attempt = ""
-
-    def __post_init__(self) -> None:
-        if len({getattr(self, name) is None for name in LATER}) > 1:
-            raise ValueError(f"{', '.join(LATER)}: give all of them or none")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,29 +58,13 @@ class RecheckLine(RecheckRecord):
     attempt: Attempt = ""
 
 
-class SamplingLine(msgspec.Struct, frozen=True):
-    """The run's own verdict on a step's comparisons, in the step's line."""
-
-    verdict: Literal["passed", "failed", "no evidence"]
-    parts: Amount
-    missed: Amount
-    failures: list[Failure]
-
-
-_Count = Annotated[int, Meta(ge=0)]
-Counts = msgspec.defstruct(
-    "Counts",
-    [
-        (name, _Count | None, None) if name in LATER else (name, _Count)
-        for name in ("num_calls", "num_calls_expected", *COUNTS)
-    ],
-    frozen=True,
-)
-
-
 class StepLine(StepExpectation, frozen=True, kw_only=True):
-    """One line of ``steps.jsonl``: the run's own verdict on a step, and all that it was judged by."""
+    """One line of ``steps.jsonl``: the run's own verdict on a step, and all that it was judged by.
 
+    version: the first evidence of version 1 does not name it.
+    """
+
+    version: int = 1
     attempt: Attempt = ""
     passed: bool
     passes: Annotated[list[ReplayPass], Meta(min_length=1)]
@@ -79,52 +73,40 @@ class StepLine(StepExpectation, frozen=True, kw_only=True):
     topk: Annotated[int, Meta(ge=1)]
     mismatch_threshold: Annotated[float, Meta(ge=0, le=1)]
     check_interval: Annotated[int, Meta(ge=1)] = 1
-    counts: Counts
+    counts: dict[str, int]
     agreement: dict[str, float]
     failures: list[Failure]
     threshold_error: str | None
-    stale_warning: str | None = None
-    sampling: SamplingLine | None = None
+    stale_warning: str | None
+    sampling: Sampling | None = None
 
     def __post_init__(self) -> None:
         if self.topk > self.num_experts:
             raise ValueError(
                 f"topk is {self.topk}, expected at most {self.num_experts}, the experts"
             )
-        layers = self.expected_fingerprints.keys()
-        for name in ("expected_rows_replayed", "expected_rows_filled"):
-            if getattr(self, name).keys() != layers:
-                raise ValueError(f"{name} has not the layers of expected_fingerprints")
-        if sorted(self.expected_calls) != sorted(self.passes):
-            raise ValueError(f"expected_calls has not the passes {self.passes}")
-        current = self.expected_rows_current
-        for name in ("expected_rows_current", "expected_masks_current"):
-            if (rows := getattr(self, name)) is not None and sorted(rows) != sorted(self.passes):
-                raise ValueError(f"{name} has not the passes {self.passes}")
-        if any(SAMPLING_MASK in of for of in self.expected_calls.values()):
-            if self.expected_masks_current is None:
-                raise ValueError("expected_masks_current is missing: sampling masks were replayed")
-        later = (self.keep_score_ratio, *(getattr(self.counts, name) for name in LATER))
-        if {value is None for value in later} != {current is None}:
-            raise ValueError(
-                f"expected_rows_current, keep_score_ratio, counts of {', '.join(LATER)}: give all of them or none"
-            )
-        for stages in self.expected_calls.values():
-            routers = stages.keys() - {SAMPLING_MASK}
-            if len(routers) != 2 or any(of.keys() - layers for of in stages.values()):
-                raise ValueError(
-                    "expected_calls has not both stages, or layers without fingerprint"
-                )
-        untrue = self.sampling is not None and self.sampling.failures
-        if self.passed and (self.failures or self.threshold_error is not None or untrue):
-            raise ValueError("passed is true next to failures")
+        layers, passes = set(self.expected_fingerprints), set(self.expected_calls)
+        stages = [stage for of in self.expected_calls.values() for stage in of.items()]
+        keys = {"passes": passes, "expected_rows_current": passes}
+        keys |= dict.fromkeys(("expected_rows_replayed", "expected_rows_filled"), layers)
+        if any(stage == SAMPLING_MASK for stage, _ in stages):
+            keys["expected_masks_current"] = passes
+        for name, expected in keys.items():
+            if (got := set(getattr(self, name) or ())) != expected:
+                raise ValueError(f"{name} is of {sorted(got)}, expected {sorted(expected)}")
+        if unknown := {layer for _, of in stages for layer in of} - layers:
+            raise ValueError(f"expected_calls has layers {sorted(unknown)} without fingerprint")
 
 
 class MetricsLine(msgspec.Struct, frozen=True):
     """One line of ``metrics.jsonl``, as far as the proof reads it."""
 
-    step: Amount
+    step: Annotated[int, Meta(ge=0, le=1 << 40)]
     passed: bool | int | None = msgspec.field(name="r3/passed", default=None)
+
+
+class _Versioned(msgspec.Struct):
+    version: int = 1
 
 
 def _fingerprint(kind: type, value: Any) -> Any:
@@ -139,65 +121,82 @@ STEPS = msgspec.json.Decoder(StepLine, dec_hook=_fingerprint)
 METRICS = msgspec.json.Decoder(MetricsLine)
 
 
-@dataclass(frozen=True, slots=True)
-class FileLine(Generic[_LineT]):
-    """A line of a file: its 1-based number, and the place after it.
-
-    value: None where ``error`` says what is wrong with it.  torn: the file ends within it, as after
-    a kill; a whole object that is refused is not torn, even without the end of its line, and nothing in a
-    compressed part, which is whole or not there.
-    """
-
-    number: int
-    end: int
-    value: _LineT | None
-    error: str = ""
-    torn: bool = False
-
-
 def read_lines(
-    path: Path, decoder: msgspec.json.Decoder[_LineT], place: int = 0, number: int = 0
-) -> Iterator[FileLine[_LineT]]:
-    """The lines of a file or a compressed part from a place on, before which there are ``number``.
+    path: Path, decoder: msgspec.json.Decoder[_LineT], file: BinaryIO | None = None
+) -> Iterator[_LineT]:
+    """Yield the lines of a file or of a compressed part.
 
-    Blank ones are left out.  Nothing is read after a line of more than 64 MiB, nor of a file that cannot
-    be read: the error of the last line says so.
+    A last line without its end, which a writer was stopped in or is at, is left out; a part has none.
+    file: an open one, where the name may be another file's by now.  Raises EvidenceError for any other line
+    that is refused, and for what cannot be read.
     """
+    number, compressed = 0, path.suffix == ".gz"
     try:
-        with PartLines(path, place, _MAX_LINE) as file:
-            while raw := file.readline():
-                number, place = number + 1, file.place()
-                whole = raw.endswith(b"\n") or file.compressed
-                if not whole and len(raw) == _MAX_LINE:
-                    yield FileLine(number, place, None, f"longer than {_MAX_LINE} bytes")
-                    return
-                if raw.isspace():
-                    continue
-                try:
-                    yield FileLine(number, place, decoder.decode(raw))
-                except (ValueError, RecursionError) as error:
-                    text = f"{error}{_got(raw, str(error))}"
-                    torn = not whole and not _is_json(raw)
-                    yield FileLine(number, place, None, text, torn=torn)
-    except (OSError, PartError) as error:
+        with file or open_regular(path) as raw:
+            lines = gzip.GzipFile(fileobj=raw) if compressed else raw
+            for number, line in enumerate(bounded_lines(lines, path), start=1):
+                if line.endswith(b"\n"):
+                    yield _decoded(decoder, line)
+                elif compressed:
+                    raise ValueError("the part ends within it")
+    except (ValueError, RecursionError) as error:
+        raise EvidenceError(f"{path.name} line {number}: {error}") from None
+    except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error
-        yield FileLine(number + 1, place, None, f"cannot be read: {reason}")
+        raise EvidenceError(f"{path.name}: cannot be read: {reason}") from None
 
 
-def _is_json(raw: bytes) -> bool:
+def _decoded(decoder: msgspec.json.Decoder[_LineT], line: bytes) -> _LineT:
     try:
-        json.loads(raw)
-    except (ValueError, RecursionError):
-        return False
-    return True
+        if decoder is STEPS:
+            version = msgspec.json.decode(line, type=_Versioned).version
+            if version != EVIDENCE_VERSION:
+                text = f"evidence of version {version}, expected {EVIDENCE_VERSION}"
+                raise ValueError(f"{text}: judge it by the r3train that wrote it")
+        return decoder.decode(line)
+    except msgspec.ValidationError as error:
+        text, place = str(error), _PLACE.search(str(error))
+        if place is not None and ", got " not in text and place[1] in (line := json.loads(line)):
+            text += f", got {line[place[1]]!r:.60}"
+        raise ValueError(text) from None
 
 
-def _got(raw: bytes, error: str) -> str:
-    """The value of the key that an error names, where its text does not say it."""
-    place = _PLACE.search(error)
-    if place is None or ", got " in error:
-        return ""
-    try:
-        return f", got {json.loads(raw)[place[1]]!r:.60}"
-    except (ValueError, RecursionError):  # the line is damaged after that key as well
-        return ""
+class StepReader(Generic[_LineT]):
+    """The records of a file and its parts, of one trained step after the other; at most one file is open.
+
+    A running job may make a part of the file meanwhile: it is opened at once, and read under any name.
+    """
+
+    def __init__(self, path: Path, decoder: msgspec.json.Decoder[_LineT]):
+        self.name = path.name
+        self._groups = groupby(_of_all(path, decoder), lambda line: (line.attempt, line.step))
+        self._next: tuple[Trained, Iterator[_LineT]] | None = next(self._groups, None)
+
+    def until(self, place: int, place_of: dict[Trained, int]) -> Iterator[tuple[int, _LineT]]:
+        """Yield the records up to the first of a verdict after ``place``, each with its verdict's place.
+
+        place_of: the places of the verdicts in their order, from 1.  0 for a record without a verdict.
+        """
+        while self._next is not None and (own := place_of.get(self._next[0], 0)) <= place:
+            yield from ((own, line) for line in self._next[1])
+            self._next = next(self._groups, None)
+
+
+def _of_all(path: Path, decoder: msgspec.json.Decoder[_LineT]) -> Iterator[_LineT]:
+    while True:
+        parts = [part for part in parts_of(path) if part != path]
+        try:
+            latest = open_regular(path)
+        except FileNotFoundError:
+            latest = None
+        except OSError as error:
+            raise EvidenceError(f"{path.name}: cannot be read: {error.strerror}") from None
+        if parts == [part for part in parts_of(path) if part != path]:
+            break
+        if latest is not None:  # a part was made in between
+            latest.close()
+    for part in parts:
+        whole = part if part.exists() else part.with_name(f"{part.name}.gz")  # compressed since
+        yield from read_lines(whole, decoder)
+    if latest is not None:
+        yield from read_lines(path, decoder, latest)

@@ -20,7 +20,6 @@ class Finding:
     claim: str
     what: str
     step: int | None = None
-    ranks: tuple[int, ...] = ()
     replay_pass: str | None = None
     stage: str | None = None
     layer_number: int | None = None
@@ -29,15 +28,12 @@ class Finding:
     attempt: str = ""  # of a step that a later start trained again
 
     def where(self) -> str:
-        """The place in words: "step 3, rank 1, train/replay_forward, layer 2"."""
+        """The place in words: "step 3, train/replay_forward, layer 2"."""
         parts = [f"start {self.attempt}"] if self.attempt else []
         parts += [] if self.step is None else [f"step {self.step}"]
-        if self.ranks:
-            shown = ", ".join(map(str, self.ranks[:8])) + (", ..." if len(self.ranks) > 8 else "")
-            parts.append(f"rank{'s' * (len(self.ranks) > 1)} {shown}")
         if self.replay_pass:
             parts.append(f"{self.replay_pass}/{self.stage}")
-        if self.layer_number is not None:
+        if self.layer_number:
             parts.append(f"layer {self.layer_number}")
         return ", ".join(parts) or "the run"
 
@@ -51,9 +47,9 @@ class AuditedStep:
     """One step that was trained and judged, as its records show it.
 
     passed: no finding names the step, at no time that it was trained, and the run's own verdict
-    passed.  counts: ``check.COUNTS``, ``num_calls`` and ``num_calls_expected`` over all passes and
-    layers.  layers: (rows_equal, rows compared) of the first forwards by 1-based layer number.
-    agreement: shares of rows over all layers, and those of chance (``chance_equal``).
+    passed.  counts: ``StepVerdict.counts``.  layers: (rows_equal, rows compared) of the first forwards
+    by 1-based layer number.  agreement: shares of rows over all layers, and those of chance
+    (``chance_equal``).
     """
 
     rollout_id: int

@@ -28,6 +28,8 @@ from r3train.types import (
     RouteShape,
 )
 
+# Of the files in evidence/; files of another version are refused.
+EVIDENCE_VERSION = 1
 STAGES: tuple[str, ...] = get_args(ReplayStage)
 # The stage of sampling masks, which no router call has.
 SAMPLING_MASK = "sampling_mask"
@@ -56,10 +58,8 @@ COUNTS = (
     "rows_dropped",
     "dropped_off",
 )
-# Those of ``COUNTS`` that evidence of an earlier version lacks, all or none.
-LATER = COUNTS[COUNTS.index("rows_current") :]
 # The distance of a call's values from those that a call can have: must be 0.
-_IMPOSSIBLE = ("row_kinds_off", "topk_off", "replay_idx_sum_off", "later_off")
+_IMPOSSIBLE = ("row_kinds_off", "topk_off", "replay_idx_sum_off", "part_rows_off")
 # A cell's sums, in this order.
 COUNTERS = ("num_calls", "fingerprint", *COUNTS, *_IMPOSSIBLE)
 ERRORS = (
@@ -76,8 +76,8 @@ _COUNTED_ON_COPIES = {
     *_IMPOSSIBLE,
 }
 _KEPT_ON_COPIES = [name in _COUNTED_ON_COPIES for name in COUNTERS]
-_BEFORE = attrgetter(*COUNTS[: COUNTS.index("map_deviation")])
-_BEHIND = attrgetter(*COUNTS[COUNTS.index("map_deviation") + 1 : -len(LATER)])
+_BEFORE_MAP = attrgetter(*COUNTS[: COUNTS.index("map_deviation")])
+_AFTER_MAP = attrgetter(*COUNTS[COUNTS.index("map_deviation") + 1 :])
 _FINGERPRINT = COUNTERS.index("fingerprint")
 _MASK = (1 << 64) - 1
 
@@ -103,23 +103,20 @@ class StepTotals:
 
     def add(self, call: ReplayEvidence) -> None:
         """Add one call, or a sum of calls."""
-        topk = self._shape.topk
-        later = _later(call)
         rows = call.rows_replayed + call.rows_filled + call.rows_padding + call.rows_native
-        rows += later[LATER.index("rows_dropped")]
+        rows += call.rows_dropped
         of_router = call.stage != SAMPLING_MASK
         left = call.num_rows * call.topk if of_router else call.replay_idx_sum
         values = [
             call.num_calls,
             call.fingerprint,
-            *_BEFORE(call),
+            *_BEFORE_MAP(call),
             abs(call.map_sum - left),
-            *_BEHIND(call),
-            *later,
+            *_AFTER_MAP(call),
             abs(rows - call.num_rows),
-            abs(call.topk - topk),
+            abs(call.topk - self._shape.topk),
             self._idx_sum_off(call) if of_router else 0,
-            _later_off(call, *later),
+            _part_rows_off(call),
         ]
         if not call.counts_tokens:
             values = [v if kept else 0 for v, kept in zip(values, _KEPT_ON_COPIES)]
@@ -177,7 +174,7 @@ class StepTotals:
 
 _KEY = ("step", "rank", "replay_pass", "stage", "vp_stage", "layer_number", "topk", "counts_tokens")
 _key_of = attrgetter(*_KEY)
-_SUMMED = [f.name for f in fields(ReplayEvidence) if f.name not in {*_KEY, "microbatch_id", *LATER}]
+_SUMMED = [f.name for f in fields(ReplayEvidence) if f.name not in {*_KEY, "microbatch_id"}]
 
 
 def sums_of(calls: Iterable[ReplayEvidence]) -> list[ReplayEvidence]:
@@ -195,32 +192,22 @@ def sums_of(calls: Iterable[ReplayEvidence]) -> list[ReplayEvidence]:
 def _sum_of(calls: Sequence[ReplayEvidence]) -> ReplayEvidence:
     sums: dict[str, Any] = {name: sum(getattr(c, name) for c in calls) for name in _SUMMED}
     sums["fingerprint"] &= _MASK
-    later = [_later_of(call) for call in calls]
-    if all(None not in values for values in later):
-        sums |= dict(zip(LATER, map(sum, zip(*later))))
-    else:
-        sums |= dict.fromkeys(LATER)
     return replace(calls[0], microbatch_id=min(c.microbatch_id for c in calls), **sums)
 
 
-_later_of = attrgetter(*LATER)
-
-
-def _later(call: ReplayEvidence) -> tuple[int, ...]:
-    """The ``LATER`` counts of a call; where it does not tell versions, every row is current."""
-    if call.rows_current is None:
-        return call.rows_replayed, call.rows_equal, call.rows_mismatch, 0, 0, 0
-    return _later_of(call)
-
-
-def _later_off(
-    call: ReplayEvidence, rows: int, equal: int, mismatch: int, slots: int, dropped: int, _: int
-) -> int:
+def _part_rows_off(call: ReplayEvidence) -> int:
     """Return by how much a sub-count (current or dropped rows) exceeds its total; 0 if consistent."""
-    real = call.rows_replayed + call.rows_filled + dropped
-    excess = (rows - real, equal + mismatch - rows, equal - call.rows_equal)
-    of_slots = (dropped - slots, slots - call.topk * (dropped + call.rows_filled))
-    return max(0, *excess, mismatch - call.rows_mismatch, *of_slots)
+    equal, mismatch = call.rows_current_equal, call.rows_current_mismatch
+    slots, dropped = call.slots_dropped, call.rows_dropped
+    return max(
+        0,
+        call.rows_current - (call.rows_replayed + call.rows_filled + dropped),
+        equal + mismatch - call.rows_current,
+        equal - call.rows_equal,
+        mismatch - call.rows_mismatch,
+        dropped - slots,
+        slots - call.topk * (dropped + call.rows_filled),
+    )
 
 
 def expert_id_sums(num_rows: int, topk: int, num_experts: int) -> tuple[int, int]:
@@ -247,14 +234,14 @@ class StepExpectation(msgspec.Struct, frozen=True, kw_only=True):
     expected_fingerprints: dict[LayerNumber, Fingerprint]
     expected_rows_replayed: dict[LayerNumber, Amount]  # rows whose every slot was recorded
     expected_rows_filled: dict[LayerNumber, Amount]  # real rows with at least one slot missing
-    # rows that no server computed, as many in every router: not known of old evidence
-    rows_never_computed: Amount | None = None
-    # rows of the weight version that the actor holds: not known of old evidence
-    expected_rows_current: dict[ReplayPass, Amount] | None = None
+    # rows that no server computed, as many in every router; None of a rollout that no server generated
+    rows_never_computed: Amount | None
+    # rows of the weight version that the actor holds
+    expected_rows_current: dict[ReplayPass, Amount]
     # the same for tokens with a sampling mask that were sampled at the actor's version; None without any
     expected_masks_current: dict[ReplayPass, Amount] | None = None
-    # with 0, and in old evidence, no replayed expert may be dropped
-    keep_score_ratio: Annotated[float, Meta(ge=0, le=1)] | None = None
+    # with 0 no replayed expert may be dropped
+    keep_score_ratio: Annotated[float, Meta(ge=0, le=1)]
     expected_calls: dict[ReplayPass, dict[ReplayStage, dict[LayerNumber, Amount]]]
     places: list[Place] = []
 
@@ -291,8 +278,8 @@ class Sampling:
     """
 
     verdict: str
-    parts: int
-    missed: int
+    parts: Amount
+    missed: Amount
     failures: list[Failure]
 
 
@@ -420,9 +407,8 @@ def _wanted(cell: Cell, got: dict[str, int], expectation: StepExpectation) -> di
             wanted["rows_left_out"] = 0
         current = expectation.expected_rows_current
         if stage == SAMPLING_MASK:
-            current = expectation.expected_masks_current
-        if current is not None:
-            wanted["rows_current"] = current[replay_pass]
+            current = expectation.expected_masks_current or {}
+        wanted["rows_current"] = current[replay_pass]
     if not expectation.keep_score_ratio:
         wanted |= {"slots_dropped": 0, "rows_dropped": 0}
     return {**wanted, "rows_compared": got["rows_replayed"] + got["rows_dropped"]}
@@ -492,6 +478,7 @@ def step_line(
     if verdict.passed:
         del expected["places"]
     return {
+        "version": EVIDENCE_VERSION,
         "step": verdict.step,
         "passed": verdict.passed,
         "passes": list(expectation.expected_calls),

@@ -87,7 +87,7 @@ def test_planted_routes_fail_the_job_and_name_step_and_layers(slurm, tmp_path, t
     output = output_of(tmp_path / "run")
     assert _fact(slurm, job_id, "ExitCode") == "1:0", output
     found = re.findall(
-        r"failed step (\d+), .*train/replay_forward, layer (\d+): route fingerprint is",
+        r"failed step (\d+), .*train/replay_forward, layer (\d+): fingerprint is",
         output,
     )
     assert {(int(step), int(layer)) for step, layer in found} == {(0, 1), (0, 2)}, output

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from r3train.proof.judge import (
-    LATER,
     expected_calls,
     judge,
     Place,
@@ -34,7 +33,11 @@ r3_mismatch_threshold = 0.02
 
 
 def record(step: int, rank: int, replay_pass: str, layer: int, **changes) -> ReplayEvidence:
-    """One correct call of a rank; its fingerprint depends on step, rank and layer only."""
+    """One correct call of a rank; its fingerprint depends on step, rank and layer only.
+
+    Of 100 rows 50 are of the actor's own weights in the old-log-prob pass, 30 in the train pass, none of
+    which mismatches.
+    """
     values = dict(
         step=step,
         rank=rank,
@@ -61,8 +64,21 @@ def record(step: int, rank: int, replay_pass: str, layer: int, **changes) -> Rep
         control_token_plus=21,
         control_layer_minus=3,
         control_layer_plus=4,
+        rows_current=CURRENT_ROWS.get(replay_pass, 0),
+        rows_current_equal=CURRENT_ROWS.get(replay_pass, 0),
+        rows_current_mismatch=0,
+        slots_dropped=0,
+        rows_dropped=0,
+        dropped_off=0,
     )
     return ReplayEvidence(**{**values, **changes})
+
+
+def with_choice(r: ReplayEvidence, equal: int, mismatch: int = 0, **changes) -> ReplayEvidence:
+    """A call in whose 100 rows the trainer's own choice is another; as many current rows agree as can."""
+    changes |= {"rows_equal": equal, "rows_overlap": ROWS - equal - mismatch}
+    current = min(r.rows_current_equal, equal)
+    return replace(r, rows_mismatch=mismatch, rows_current_equal=current, **changes)
 
 
 def comparison(step: int, **changes) -> RecheckRecord:
@@ -110,7 +126,6 @@ def write_run(
     attempt: str = "2026-01-01T00:00:00Z",
     change: Callable[[ReplayEvidence], ReplayEvidence] | None = None,
     silent: tuple[int, ...] = (),
-    versions: bool = False,
     rechecked: Callable[[int], list[RecheckRecord]] | None = None,
     summed: bool = False,
     microbatches: int = 1,
@@ -118,9 +133,7 @@ def write_run(
 ) -> Path:
     """Write a run with the check on; ``change`` is what the trainer really did to each call.
 
-    silent: ranks that hold no layer with experts.  versions: the records tell weight versions, as
-    those of earlier programs do not: 50 of 100 rows are the actor's own in the old-log-prob pass, 30
-    in the train pass, and none of them mismatch.  rechecked: comparisons of a step with samples that
+    silent: ranks that hold no layer with experts.  rechecked: comparisons of a step with samples that
     were rechecked; None: there was to be none.  summed: as with ``--r3-evidence summed``.
     microbatches: calls of each pass and layer on a rank.  check_interval: that of --r3-check-interval.
     """
@@ -135,13 +148,12 @@ def write_run(
             totals, of_ranks = StepTotals(SHAPE), {}
             for rank, writer in enumerate(writers):
                 records = [] if rank in silent else records_of(step, rank, microbatches)
-                records = [with_versions(r) for r in records] if versions else records
                 records = [change(r) if change else r for r in records]
                 of_ranks[rank] = records
                 for call in records:
                     totals.add(call)
             speaking = set(range(ranks)) - set(silent)
-            expectation = expectation_of(step, speaking, microbatches, versions=versions)
+            expectation = expectation_of(step, speaking, microbatches)
             verdict = judge(totals, expectation, SHAPE, mismatch_threshold=0.02)
             for rank, writer in enumerate(writers):
                 writer.write(of_ranks[rank], as_sums=summed and verdict.passed)
@@ -154,9 +166,6 @@ def write_run(
                 mismatch_threshold=0.02,
                 check_interval=check_interval,
             )
-            if not versions:
-                line["counts"] = {k: n for k, n in line["counts"].items() if k not in LATER}
-                del line["expected_rows_current"], line["stale_warning"], line["keep_score_ratio"]
             writers[0].write_step(line)
             metrics.write(step, {"rollout/reward_mean": 0.1, "r3/passed": verdict.passed})
             if not verdict.passed:  # as a run does
@@ -166,25 +175,10 @@ def write_run(
     return run_dir
 
 
-def with_versions(r: ReplayEvidence) -> ReplayEvidence:
-    rows = CURRENT_ROWS[r.replay_pass]
-    return replace(
-        r,
-        rows_current=rows,
-        rows_current_equal=rows,
-        rows_current_mismatch=0,
-        slots_dropped=0,
-        rows_dropped=0,
-        dropped_off=0,
-    )
-
-
-def expectation_of(
-    step: int, ranks: Collection[int], microbatches: int = 1, *, versions: bool = False
-) -> StepExpectation:
+def expectation_of(step: int, ranks: Collection[int], microbatches: int = 1) -> StepExpectation:
     """The rollout side's totals of a step in which these ranks call every router."""
     calls = len(ranks) * microbatches
-    current = {p: n * calls for p, n in CURRENT_ROWS.items()}
+    current = {p: CURRENT_ROWS[p] * calls for p in PASSES}
     each = {
         rank: {
             layer: sum(fingerprint(step + 1000 * m, rank, layer) for m in range(microbatches))
@@ -207,15 +201,15 @@ def expectation_of(
             moe_layers=LAYERS,
             recomputed=(),
         ),
-        rows_never_computed=4 * calls if versions else None,
-        expected_rows_current=current if versions else None,
-        keep_score_ratio=0.0 if versions else None,
+        rows_never_computed=4 * calls,
+        expected_rows_current=current,
+        keep_score_ratio=0.0,
         places=[Place([rank], own) for rank, own in each.items()],
     )
 
 
-def edit(run_dir: Path, rank: int, change: Callable[[list[dict]], list[dict]]) -> None:
-    """Rewrite a rank's file through ``change`` of its records."""
-    path = rank_file(run_dir, rank)
+def edit(run_dir: Path, file: int | str, change: Callable[[list[dict]], list[dict]]) -> None:
+    """Rewrite a rank's file, or another one of the run, through ``change`` of its lines."""
+    path = rank_file(run_dir, file) if isinstance(file, int) else run_dir / file
     records = change([json.loads(line) for line in path.read_text().splitlines()])
     path.write_text("".join(json.dumps(r) + "\n" for r in records))

@@ -13,14 +13,11 @@ from r3train.audit.findings import Audit, CLAIMS, Finding, ranges
         ({}, "the run"),
         ({"step": 0}, "step 0"),
         ({"step": 3, "attempt": "2026"}, "start 2026, step 3"),
-        ({"ranks": (4,)}, "rank 4"),
-        ({"ranks": (4, 5)}, "ranks 4, 5"),
-        ({"ranks": tuple(range(8))}, "ranks 0, 1, 2, 3, 4, 5, 6, 7"),
-        ({"ranks": tuple(range(9))}, "ranks 0, 1, 2, 3, 4, 5, 6, 7, ..."),
         (
-            {"step": 1, "replay_pass": "train", "stage": "replay_forward", "layer_number": 0},
-            "step 1, train/replay_forward, layer 0",
+            {"step": 1, "replay_pass": "train", "stage": "replay_forward", "layer_number": 2},
+            "step 1, train/replay_forward, layer 2",
         ),
+        ({"step": 1, "replay_pass": "rechecked", "stage": "last"}, "step 1, rechecked/last"),
     ],
 )
 def test_a_place_is_named_from_its_outside_in(place, where):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from r3train.audit.audit_run import audit_run
 from r3train.proof.controls import beaten_by, CONTROLS
 from r3train.routing.agreement import chance_levels
 from tests.unit import evidence_dirs
-from tests.unit.evidence_dirs import write_run
+from tests.unit.evidence_dirs import with_choice, write_run
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +35,7 @@ def test_routes_that_fit_a_misalignment_fail_with_step_pass_layer_and_control(
 ):
     def shifted(r):
         here = native(r) and r.step == 1 and r.layer_number in (1, 3)
-        return replace(r, rows_equal=0, rows_overlap=99, **{control: 95}) if here else r
+        return with_choice(r, 0, 1, **{control: 95}) if here else r
 
     run = write_run(tmp_path / "run", change=shifted)
     audit = audit_run(run)
@@ -54,7 +53,7 @@ def test_steps_too_short_to_tell_are_told_together(tmp_path, native):
     def shifted(r):
         if not native(r) or r.layer_number != 2:
             return r
-        return replace(r, rows_equal=50, rows_overlap=49, control_layer_plus=75)
+        return with_choice(r, 50, 1, control_layer_plus=75)
 
     audit = audit_run(write_run(tmp_path / "few", range(2), change=shifted))
     assert audit.verdict == "passed"
@@ -68,7 +67,7 @@ def test_a_run_that_begins_to_skip_the_old_pass_is_told_by_the_first_forwards_of
     tmp_path, monkeypatch
 ):
     def unequal_in_train(r):
-        return replace(r, rows_equal=0, rows_overlap=99) if r.replay_pass == "train" else r
+        return with_choice(r, 0, 1) if r.replay_pass == "train" else r
 
     run = write_run(tmp_path / "run", range(2), change=unequal_in_train)
     assert audit_run(run).layer_agreement == dict.fromkeys((1, 2, 3), 0.9)

@@ -23,7 +23,6 @@ from tests.unit.evidence_dirs import (
     PASSES,
     records_of,
     SHAPE,
-    with_versions,
 )
 
 
@@ -42,12 +41,12 @@ def one_rank(tmp_path, caplog):
 def test_a_job_and_check_evidence_say_the_same_of_the_same_records(
     one_rank, tmp_path, changes, passed
 ):
-    records = [replace(with_versions(r), **changes) for r in records_of(0, 0)]
+    records = [replace(r, **changes) for r in records_of(0, 0)]
     writer = EvidenceWriter(tmp_path, 0)
     verdict = prove_step(
         writer,
         records,
-        expectation_of(0, {0}, versions=True),
+        expectation_of(0, {0}),
         SHAPE,
         passes=PASSES,
         mismatch_threshold=0.02,
@@ -69,7 +68,7 @@ def test_sums_come_out_of_a_table_as_they_went_in():
 
 
 def prove(tmp_path, expectation, **how):
-    records = [with_versions(r) for r in records_of(0, 0)]
+    records = [r for r in records_of(0, 0)]
     writer = EvidenceWriter(tmp_path, 0)
     verdict = prove_step(
         writer, records, expectation, SHAPE, passes=PASSES, mismatch_threshold=0.02, **how
@@ -81,11 +80,11 @@ def prove(tmp_path, expectation, **how):
 def test_the_records_of_all_ranks_are_judged_and_one_rank_alone_fails(
     one_rank, tmp_path, monkeypatch
 ):
-    both = expectation_of(0, {0, 1}, versions=True)
+    both = expectation_of(0, {0, 1})
     assert {f.what for f in prove(tmp_path / "alone", both).failures} > {"num_calls", "fingerprint"}
     other = StepTotals(SHAPE)
     for record in records_of(0, 1):
-        other.add(with_versions(record))
+        other.add(record)
 
     def sum_of_two_ranks(table, **_):
         table += torch.from_numpy(other.to_table(PASSES))
@@ -107,7 +106,7 @@ def test_samples_that_were_computed_again_are_judged_with_the_step_and_written(
 ):
     rows = {1: 0, 2: differ, 3: 0}
     compared = [comparison(0, rows_differ=rows), comparison(0, noise=None)]
-    expectation = expectation_of(0, {0}, versions=True)
+    expectation = expectation_of(0, {0})
     found = prove(tmp_path, expectation, rechecked=compared, missed=2, check_interval=5)
     assert found.passed == (verdict == "passed") and not found.failures
     assert (found.sampling.verdict, found.sampling.parts, found.sampling.missed) == (verdict, 1, 2)

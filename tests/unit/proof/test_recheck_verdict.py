@@ -410,38 +410,10 @@ def test_a_layer_that_differs_fails_the_claim_with_step_and_layer(tmp_path, run_
     assert found["expected"] == "at most 2" and "sample 8 on server 0" in found["what"]
 
 
-def test_steps_without_a_comparison_are_noted_and_no_claim_is_made_without_one(tmp_path):
+def test_steps_without_a_comparison_are_no_fault_and_no_claim_is_made_without_one(tmp_path):
     some = write_run(tmp_path / "some", rechecked=lambda step: [comparison(step)] * (step == 0))
     audit = audit_run(some)
     assert audit.claims[CLAIM] == "passed" and audit.verdict == "passed"
-    assert any("no sample of steps 1..2 was rechecked" in note for note in audit.notes)
+    assert audit.numbers["rechecked"]["parts"] == 1
     none = audit_run(write_run(tmp_path / "none", rechecked=lambda step: []))
     assert none.claims[CLAIM] == "no evidence" and none.verdict == "passed"
-
-
-def test_comparisons_that_were_taken_out_of_the_file_are_missed(tmp_path):
-    run = write_run(tmp_path / "run", rechecked=lambda step: [comparison(step)])
-    (run / "evidence" / RECHECK_FILE).unlink()
-    audit = said(run)
-    assert audit["claims"][CLAIM] == "failed" and len(audit["findings"]) == 3
-    assert (audit["findings"][0]["got"], audit["findings"][0]["expected"]) == ("0", "1")
-
-
-def test_a_comparison_behind_those_of_a_later_step_fails(tmp_path):
-    run = write_run(tmp_path / "run", rechecked=lambda step: [comparison(step)])
-    path = run / "evidence" / RECHECK_FILE
-    late = json.loads(path.read_text().splitlines()[0])
-    late["rows_differ"] = dict.fromkeys(late["rows_differ"], late["num_rows"])
-    with path.open("a") as file:
-        file.write(json.dumps(late) + "\n")
-    (found,) = audit_run(run).findings
-    assert found.what.startswith(f"{RECHECK_FILE} line 4: a comparison of step 0, expected")
-
-
-@pytest.mark.parametrize("damage", ["{", '{"step": -1}', "[]", "null"])
-def test_a_damaged_line_fails_with_file_and_line(tmp_path, damage):
-    run = write_run(tmp_path / "run", rechecked=lambda step: [comparison(step)])
-    path = run / "evidence" / RECHECK_FILE
-    lines = path.read_text().splitlines()
-    path.write_text("\n".join([lines[0], damage, *lines[1:]]) + "\n")
-    assert any(f"{RECHECK_FILE} line 2" in f["what"] for f in said(run)["findings"])

@@ -141,7 +141,7 @@ def test_a_failed_run_shows_what_failed_and_where(tmp_path):
         return replace(r, fingerprint=1) if (r.rank, r.layer_number) == (1, 2) else r
 
     page = page_of(write_run(tmp_path / "run", change=wrong))
-    assert "step 0, rank 1, old_log_prob/replay_forward, layer 2: route fingerprint" in page.words
+    assert "step 0, old_log_prob/replay_forward, layer 2: fingerprint is 0x" in page.words
 
 
 def test_a_run_with_one_step_and_few_metrics_is_drawn_as_a_point(tmp_path):

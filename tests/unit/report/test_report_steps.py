@@ -54,7 +54,7 @@ def test_a_failed_step_is_named_in_the_strip_and_in_words(tmp_path):
     assert counts_of(page) == ["2 steps passed", "1 step failed: step 2"]
     (mark,) = page.figures[STRIP]["layout"]["annotations"]
     assert (mark["x"], mark["text"]) == (2, "2")
-    assert "step 2, rank 1, old_log_prob/replay_forward, layer 1: route fingerprint" in page.words
+    assert "step 2, old_log_prob/replay_forward, layer 1: fingerprint is 0x" in page.words
 
 
 def test_steps_whose_calls_are_missing_fail_each_though_one_finding_names_them(tmp_path):

@@ -1,0 +1,149 @@
+"""A line that no run writes is refused with file, line and value, and so is another version's."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from r3train.audit.evidence_schema import (
+    EvidenceError,
+    METRICS,
+    read_lines,
+    RECORDS,
+    RESCORED,
+    STEPS,
+)
+from r3train.config import files
+from tests.unit.evidence_dirs import comparison, write_run
+
+RANK, OF_STEPS, RECHECKED = (
+    "evidence/rank_00001.jsonl",
+    "evidence/steps.jsonl",
+    "evidence/rechecked.jsonl",
+)
+DECODERS = {RANK: RECORDS, OF_STEPS: STEPS, RECHECKED: RESCORED, "metrics.jsonl": METRICS}
+GONE = object()
+
+
+def masks(current):
+    """Calls of sampling masks in the train pass."""
+
+    def change(line: dict) -> None:
+        line["expected_calls"]["train"]["sampling_mask"] = {"3": 1}
+        line["expected_masks_current"] = current
+
+    return change
+
+
+def layer_9(line: dict) -> None:
+    line["expected_calls"]["train"]["replay_backward"]["9"] = 1
+
+
+REFUSED = [
+    (OF_STEPS, {"version": 2}, "evidence of version 2, expected 1: judge it by the r3train that"),
+    (OF_STEPS, {"version": 0, "counts": GONE}, "evidence of version 0, expected 1"),
+    (OF_STEPS, {"passes": 1e25}, "Expected `array`, got `float` - at `$.passes`"),
+    (OF_STEPS, {"passes": []}, "Expected `array` of length >= 1"),
+    (OF_STEPS, {"passes": ["train"]}, "passes is of ['train'], expected ['old_log_prob', 'train']"),
+    (OF_STEPS, {"topk": 9}, "topk is 9, expected at most 8, the experts"),
+    (OF_STEPS, {"expected_rows_filled": {"1": 4}}, "expected_rows_filled is of [1], expected [1, "),
+    (OF_STEPS, {"expected_rows_replayed": {}}, "expected_rows_replayed is of [], expected [1, 2"),
+    (OF_STEPS, {"expected_rows_current": {}}, "expected_rows_current is of [], expected ['old"),
+    (OF_STEPS, {"expected_rows_current": GONE}, "missing required field `expected_rows_current`"),
+    (OF_STEPS, {"keep_score_ratio": GONE}, "missing required field `keep_score_ratio`"),
+    (OF_STEPS, {"expected_fingerprints": {"1000000000": "0x1"}}, "Expected `int` <= 4096"),
+    (OF_STEPS, {"expected_calls": {"train": {}}}, "passes is of ['old_log_prob', 'train'], exp"),
+    (OF_STEPS, layer_9, "expected_calls has layers [9] without fingerprint"),
+    (OF_STEPS, masks(None), "expected_masks_current is of [], expected ['old_log_prob', 'train']"),
+    (OF_STEPS, masks({"train": 1}), "expected_masks_current is of ['train'], expected ['old"),
+    (OF_STEPS, {"step": True}, "Expected `int`, got `bool` - at `$.step`"),
+    (OF_STEPS, {"world_size": 10**30}, "at `$.world_size`, got 1000"),
+    (OF_STEPS, {"mismatch_threshold": "0.1"}, "Expected `float`, got `str`"),
+    (OF_STEPS, {"failures": [{}]}, "missing required field `replay_pass`"),
+    (OF_STEPS, {"counts": None}, "Expected `object`, got `null` - at `$.counts`"),
+    (OF_STEPS, {"counts": GONE}, "missing required field `counts`"),
+    (RANK, {"rows_padding": 1e25}, "Expected `int`, got `float` - at `$.rows_padding`"),
+    (RANK, {"rows_native": False}, "Expected `int`, got `bool` - at `$.rows_native`"),
+    (RANK, {"map_sum": -1}, "Expected `int` >= 0 - at `$.map_sum`, got -1"),
+    (RANK, {"rows_current": GONE}, "missing required field `rows_current`"),
+    (RANK, {"replay_pass": "other"}, "Invalid enum value 'other'"),
+    (RANK, {"layer_number": 0}, "Expected `int` >= 1 - at `$.layer_number`, got 0"),
+    (RANK, {"num_calls": 0}, "at `$.num_calls`, got 0"),
+    (RANK, {"attempt": "x" * 101}, "at `$.attempt`, got 'xxx"),
+    *(
+        (RANK, {"fingerprint": value}, f"Expected 64 bits in hexadecimal (0x...), got {value!r}")
+        for value in (7, None, "7", "-0x1", "0xg", "0X7", "0x" + 17 * "1")
+    ),
+    (RECHECKED, {"step": -1}, "at `$.step`, got -1"),
+    (RECHECKED, {"num_rows": GONE}, "missing required field `num_rows`"),
+    ("metrics.jsonl", {"step": "1"}, "Expected `int`, got `str` - at `$.step`"),
+    ("metrics.jsonl", {"step": -1}, "at `$.step`, got -1"),
+    *((file, text, "") for file in DECODERS for text in ("{", "[]", "null", "garbage", "")),
+]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    return write_run(tmp_path_factory.mktemp("run"), rechecked=lambda step: [comparison(step)])
+
+
+@pytest.mark.parametrize("file, change, message", REFUSED)
+def test_a_line_that_no_run_writes_is_refused_with_its_file_and_number(
+    run, tmp_path, file, change, message
+):
+    path, (first, second, *others) = tmp_path / Path(file).name, (run / file).read_text().split(
+        "\n"
+    )
+    line = json.loads(second)
+    if isinstance(change, dict):
+        line = {k: v for k, v in {**line, **change}.items() if v is not GONE}
+    elif callable(change):
+        change(line)
+    text = change if isinstance(change, str) else json.dumps(line)
+    path.write_text("\n".join([first, text, *others]))
+    with pytest.raises(EvidenceError) as refused:
+        list(read_lines(path, DECODERS[file]))
+    assert str(refused.value).startswith(f"{path.name} line 2: ") and message in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda line: None,
+        lambda line: line.pop("version"),
+        lambda line: line.update(topk=line["num_experts"]),
+        masks({"train": 1, "old_log_prob": 0}),
+        lambda line: line.update(rows_never_computed=None),
+    ],
+)
+def test_a_verdict_as_runs_write_it_is_read(run, change):
+    line = json.loads((run / OF_STEPS).read_text().splitlines()[0])
+    change(line)
+    assert STEPS.decode(json.dumps(line)).version == 1
+
+
+def test_a_fingerprint_has_all_its_bits(run):
+    line = json.loads((run / RANK).read_text().splitlines()[0]) | {"fingerprint": "0x" + 16 * "f"}
+    assert RECORDS.decode(json.dumps(line)).fingerprint == (1 << 64) - 1
+
+
+def test_a_last_line_that_a_writer_is_at_is_left_out_and_none_of_a_part(run, tmp_path):
+    path = tmp_path / "rank_00001.jsonl"
+    content = (run / RANK).read_bytes()
+    path.write_bytes(content[:-9])
+    assert len(list(read_lines(path, RECORDS))) == content.count(b"\n") - 1
+    part = tmp_path / "rank_00001.00001.steps_0-2.jsonl.gz"
+    part.write_bytes(gzip.compress(content[:-9]))
+    with pytest.raises(EvidenceError, match="line 18: the part ends within it"):
+        list(read_lines(part, RECORDS))
+
+
+def test_a_line_without_an_end_in_sight_is_refused(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "MAX_LINE_BYTES", 5000)
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("x" * 20_000 + "\n")
+    with pytest.raises(EvidenceError, match="cannot be read: line 1 has more than 5000 bytes"):
+        list(read_lines(path, METRICS))
