@@ -23,9 +23,15 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from r3train.checksums import Sums, check, checksums, parsed
-from r3train.config.hf_facts import OF_TEXT_AND_IMAGES, HfModelFacts, load_json_object
+from r3train.config.hf_facts import HfModelFacts, load_json_object
 from r3train.config.lora_settings import LoraSection
-from r3train.families import FAMILIES, has_fused_experts, model_type_of, tensor_shapes
+from r3train.families import (
+    FAMILIES,
+    has_fused_experts,
+    is_of_text_and_images,
+    model_type_of,
+    tensor_shapes,
+)
 
 if TYPE_CHECKING:  # a dry run reads headers, and torch takes seconds to import
     import torch
@@ -260,7 +266,7 @@ def is_trained(name: str, hf: HfModelFacts) -> bool:
         (layer is not None and int(layer[1]) >= hf.num_hidden_layers)
         or (name == "lm_head.weight" and hf.tie_word_embeddings)
         or name.endswith("rotary_emb.inv_freq")
-        or name.startswith("mtp.")  # Qwen3-Next's layers of multi-token prediction
+        or name.startswith("mtp.")  # layers of multi-token prediction
         or name.startswith(_VISION)
     )
 
@@ -373,7 +379,7 @@ def replaced_directory(directory: Path) -> Iterator[Path]:
 
 def _left_alone(hf_checkpoint: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors that nobody trains and every export needs: those of a vision tower."""
-    if model_type_of(hf_checkpoint) not in OF_TEXT_AND_IMAGES:
+    if not is_of_text_and_images(model_type_of(hf_checkpoint)):
         return
     for file in weight_files(hf_checkpoint):
         with safe_open(file, "pt") as shard:

@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from r3train.config.hf_facts import OF_TEXT_AND_IMAGES, read_hf_facts
+from r3train.config.hf_facts import read_hf_facts
 from r3train.cpu.torchvision_stub import declare_torchvision_ops
+from r3train.families import is_of_text_and_images
 from r3train.hf_checkpoint import read_transformers_config
 
 
@@ -27,7 +28,7 @@ class HfReference:
 
         config = read_transformers_config(directory)
         self._num_experts = read_hf_facts(directory).num_experts
-        self._of_text_and_images = config.model_type in OF_TEXT_AND_IMAGES
+        self._of_text_and_images = is_of_text_and_images(config.model_type)
         self.model = AutoModelForCausalLM.from_pretrained(
             directory, config=config, dtype=torch.float32
         ).eval()

@@ -16,9 +16,6 @@ _MAX_JSON_BYTES = 64 << 20
 # the number of experts, as Qwen, DeepSeek and GLM, and Mixtral call it
 EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
 
-# models of text and images that are trained by text only: their language model, in text_config
-OF_TEXT_AND_IMAGES = ("qwen3_5_moe",)
-
 # names of layers and experts are listed: a damaged number must not take all memory
 _MOST_EXPERTS = 1_000_000
 _MOST = {"num_hidden_layers": 10_000} | dict.fromkeys(EXPERT_KEYS, 65_535)
@@ -186,12 +183,14 @@ def _eos_token_ids(reader: _Reader, generation_file: Path) -> tuple[int, ...]:
 def load_model_config(directory: Path) -> Mapping[str, Any]:
     """Read the config.json of a checkpoint, its language model's keys on top; raises ValueError.
 
-    Of ``OF_TEXT_AND_IMAGES`` the keys of text_config win, but for model_type and tie_word_embeddings,
+    Of a family of text and images the keys of text_config win, but for model_type and tie_word_embeddings,
     which SGLang and transformers take from the top.
     """
+    from r3train.families import is_of_text_and_images  # that room's facts are read by this one
+
     file = directory / "config.json"
     content = load_json_object(file)
-    if content.get("model_type") not in OF_TEXT_AND_IMAGES:
+    if not is_of_text_and_images(content.get("model_type")):
         return content
     text = content.get("text_config")
     if not isinstance(text, Mapping):

@@ -11,6 +11,8 @@ from r3train.config import RunConfig
 from r3train.config.hf_facts import HfModelFacts, load_model_config
 from r3train.config.model_settings import TE_KERNELS
 from r3train.doctor.finding import Findings, fact, ok, problem, warning
+from r3train.families import FAMILIES
+from r3train.families.family import transformer_fields
 
 # sinks of packed sequences, and gradients of packs over context-parallel ranks without NaNs
 _LEAST_CUDNN = (9, 18, 0)
@@ -71,7 +73,9 @@ def check_attention(config: RunConfig, hf: HfModelFacts, num_gpus: int) -> Findi
     Silent without GPUs, and where Transformer Engine does not import.
     """
     backend = config.model.attention_backend
-    if not num_gpus or backend == "local":
+    if (
+        not num_gpus or backend == "local" or hf.model_type not in FAMILIES
+    ):  # which check_job refuses
         return
     try:
         from transformer_engine.pytorch.attention.dot_product_attention import utils
@@ -114,6 +118,7 @@ def _attention_shapes(
     ``TEDotProductAttention``, and this actor's packs.
     """
     content = load_model_config(hf.path)
+    fields = transformer_fields(FAMILIES[hf.model_type], hf)
     tp = config.parallel.tensor_model_parallel_size
     cp = config.parallel.context_parallel_size
     heads, groups = hf.num_attention_heads, hf.num_key_value_heads
@@ -138,17 +143,17 @@ def _attention_shapes(
         bottom_right_diagonal=False,
         context_parallel=cp > 1,
         cp_comm_type=_way_of_context_ranks(config),
-        softmax_type="learnable" if hf.model_type == "gpt_oss" else "vanilla",
+        softmax_type=fields.get("softmax_type", "vanilla"),
         is_training=True,
     )
-    if hf.model_type != "gpt_oss":
+    if "window_size" not in fields:
         yield "attention", shape
         return
-    kinds = content.get("layer_types") or []
-    if "full_attention" in kinds:
+    has_window = fields["window_attn_skip_freq"]  # of every layer, 1 or 0
+    if 0 in has_window:
         yield "full attention", shape
-    if "sliding_attention" in kinds:
-        yield "sliding attention", shape | {"window_size": (content["sliding_window"] - 1, 0)}
+    if 1 in has_window:
+        yield "sliding attention", shape | {"window_size": fields["window_size"]}
 
 
 def _way_of_context_ranks(config: RunConfig) -> Any:

@@ -14,8 +14,8 @@ from collections.abc import Callable, Collection, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
-from r3train.config.hf_facts import OF_TEXT_AND_IMAGES, load_json_object
-from r3train.families import model_type_of
+from r3train.config.hf_facts import load_json_object
+from r3train.families import cpu_attention_of, is_of_text_and_images, model_type_of
 from r3train.cuda_environment import set_nccl_defaults, visible_gpus
 from r3train.engine.addresses import interface_of, is_loopback
 from r3train.engine.backend import EngineDied, EngineError
@@ -221,13 +221,13 @@ class SGLangServer:
                 "sleep_on_idle": True,  # without it an idle scheduler keeps a core busy
                 "skip_server_warmup": True,  # /health generates a token too
             }
-            if model_type == "gpt_oss":
-                args["attention_backend"] = "triton"  # families/gpt_oss.py has a plain twin
+            if attention := cpu_attention_of(model_type):
+                args["attention_backend"] = attention
             if self.adapter_flags:
                 args["lora_backend"] = "torch_native"  # cpu/sglang_lora.py has the rest
         elif self.return_routed_experts and not self._names_experts_backend():
             args["moe_runner_backend"] = _EXPERTS_BACKEND
-        if model_type in OF_TEXT_AND_IMAGES:
+        if is_of_text_and_images(model_type):
             # no vision tower and no processor of images, as of a checkpoint of text only; the flag
             # --language-model-only is for other architectures
             args["json_model_override_args"] = '{"language_model_only": true}'

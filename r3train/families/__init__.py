@@ -62,6 +62,23 @@ def sent_together(hf: HfModelFacts) -> tuple[tuple[str, ...], ...]:
     return tuple(weights_of(hf).bundles())
 
 
+def has_sinks(model_type: str) -> bool:
+    """Return True for a verified family whose attention has sinks."""
+    rows = FAMILIES[model_type].weights.of_layer if model_type in FAMILIES else ()
+    return any(weight.name.endswith("softmax_offset") for weight in rows)
+
+
+def is_of_text_and_images(model_type: str | None) -> bool:
+    """Return True for a verified family that is the language model of a model of text and images."""
+    family = FAMILIES.get(model_type or "")
+    return family is not None and family.of_text_and_images
+
+
+def cpu_attention_of(model_type: str) -> str:
+    """Return SGLang's attention backend for the family on a CPU; "" for SGLang's own choice."""
+    return FAMILIES[model_type].cpu_attention if model_type in FAMILIES else ""
+
+
 def model_type_of(hf_checkpoint: Path) -> str:
     """Return the model_type in a directory's config.json; "" without one."""
     if not (hf_checkpoint / "config.json").is_file():

@@ -72,10 +72,17 @@ class Family:
     """PEFT on transformers' model adapts all experts of a layer as one."""
     served_sparse: bool = False
     """SGLang builds every layer with experts."""
+    cpu_attention: str = ""
+    """SGLang's attention backend on a CPU, where the one of its own choice does not serve the family."""
     activation_steps: int = 0
     """Steps of an expert's gated activation that each keep a result, where no kernel fuses them."""
     log_prob_gap: float = 1e-4
     """The largest difference, in nats, between SGLang's log-probs and the actor's in float32."""
+
+    @property
+    def of_text_and_images(self) -> bool:
+        """True for the language model of a model of text and images: its keys are in text_config."""
+        return self.weights.prefix != "model"
 
 
 def linear_layers(config: Config) -> list[bool]:

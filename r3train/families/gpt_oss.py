@@ -108,6 +108,7 @@ GPT_OSS = Family(
     rotary=_rotary,
     attributes=_yarn,
     layers="biased_experts",
+    cpu_attention="triton",  # which has a plain twin there
     activation_steps=8,  # its activation is made of several steps
     unfused_rope=(
         "for packed sequences Megatron's fused kernel leaves out the factor of yarn by which this"

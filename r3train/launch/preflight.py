@@ -20,9 +20,9 @@ from r3train.config.cross_checks import (
     replay_warnings,
 )
 from r3train.config.eval_checks import eval_conflicts
-from r3train.config.hf_facts import HfModelFacts, OF_TEXT_AND_IMAGES, read_hf_facts
+from r3train.config.hf_facts import HfModelFacts, read_hf_facts
 from r3train.config.sources import ConfigError, raise_all
-from r3train.families import FAMILIES
+from r3train.families import FAMILIES, has_sinks, is_of_text_and_images
 from r3train.families.checks import untrained_parts
 from r3train.cuda_environment import visible_gpus
 from r3train.data.file_fingerprint import FileFingerprint
@@ -233,9 +233,10 @@ class _Checks:
             return
         self.attempt(SETTINGS, check_model, config, hf, self.world_size)
         self.attempt(SETTINGS, check_freezing, config, hf)
-        if hf.model_type == "gpt_oss" and visible_gpus():
+        if visible_gpus() and has_sinks(hf.model_type):
             with suppress(PackageNotFoundError):  # which check_layers_here has said
-                self.attempt(SETTINGS, check_sinks, version("transformer_engine"), config)
+                engine = version("transformer_engine")
+                self.attempt(SETTINGS, check_sinks, hf.model_type, engine, config)
         self.attempt(SETTINGS, check_adapter, config.lora, hf)
         names: Iterable[str] = ()
         if self.for_node:
@@ -435,7 +436,7 @@ def _model_warnings(
         )
     if parts is not None:
         yield JobWarning("checkpoint", parts, "an export lacks them too: decode without them")
-    if hf.model_type in OF_TEXT_AND_IMAGES:
+    if is_of_text_and_images(hf.model_type):
         text = (
             f"{hf.model_type}: text alone is trained, its vision tower is neither served nor moved"
         )
@@ -488,21 +489,21 @@ def check_layers_here(config: RunConfig) -> None:
         )
 
 
-def check_sinks(transformer_engine: str, config: RunConfig) -> None:
-    """Raise ValueError where this Transformer Engine has no attention with gpt-oss's sinks.
+def check_sinks(model_type: str, transformer_engine: str, config: RunConfig) -> None:
+    """Raise ValueError where this Transformer Engine has no attention with the model's sinks.
 
     Source: ``get_attention_backend`` of 2.11 and 2.12: with sinks and packed sequences 2.11 leaves none, and
     2.12 over context-parallel ranks the fused one only, with all-to-all.
     """
     if tuple(int(part) for part in transformer_engine.split(".")[:2]) < (2, 12):
         raise ValueError(
-            f"gpt_oss: Transformer Engine {transformer_engine} has no attention with sinks for packed"
+            f"{model_type}: Transformer Engine {transformer_engine} has no attention with sinks for packed"
             " sequences; expected 2.12.0, as in requirements/gpu.txt"
         )
     exchange = config.model.transformer_overrides.get("cp_comm_type", "p2p")
     if config.parallel.context_parallel_size > 1 and exchange != "a2a":
         raise ValueError(
-            f"gpt_oss: --context-parallel-size above 1 with cp_comm_type {exchange!r}: Transformer Engine has"
+            f"{model_type}: --context-parallel-size above 1 with cp_comm_type {exchange!r}: Transformer Engine has"
             " attention with sinks over ranks for --transformer-override cp_comm_type=a2a only"
         )
 

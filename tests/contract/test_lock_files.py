@@ -88,7 +88,7 @@ def test_the_doctor_takes_the_transformer_engine_of_the_lock_which_has_sinks_for
     locked = pins("gpu.txt")["transformer-engine"]
     is_bad, *_ = CONFLICTS["transformer-engine"]
     assert not is_bad(locked)
-    check_sinks(locked, RunConfig.from_toml(ROOT / "configs/gpt_oss_20b.toml"))
+    check_sinks("gpt_oss", locked, RunConfig.from_toml(ROOT / "configs/gpt_oss_20b.toml"))
     # without which 2.12 computes scores of packed sequences with sinks as a square
     assert Version(pins("gpu.txt")["nvidia-cudnn-cu13"]) >= Version("9.18")
 

@@ -51,7 +51,7 @@ def is_refused(config: RunConfig, *, has_sinks: bool, version: str) -> bool:
     try:
         preflight.check_layers_here(config)
         if has_sinks:
-            preflight.check_sinks(version, config)
+            preflight.check_sinks("gpt_oss", version, config)
     except ValueError:
         return True
     return False

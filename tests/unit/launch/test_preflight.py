@@ -367,11 +367,11 @@ def test_attention_that_transformer_engine_lacks_on_a_cuda_device_is_refused(tin
     )
     for config in (whole, by_a2a):
         with pytest.raises(ValueError, match="2.11.0 has no attention with sinks for packed"):
-            check_sinks("2.11.0", config)
-        check_sinks("2.12.0", config)
-        check_sinks("2.20.2+abc", config)
+            check_sinks("gpt_oss", "2.11.0", config)
+        check_sinks("gpt_oss", "2.12.0", config)
+        check_sinks("gpt_oss", "2.20.2+abc", config)
     with pytest.raises(ValueError, match="'p2p'.*--transformer-override cp_comm_type=a2a only"):
-        check_sinks("2.12.0", by_p2p)
+        check_sinks("gpt_oss", "2.12.0", by_p2p)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setitem(sys.modules, "transformer_engine", ModuleType("transformer_engine"))
