@@ -32,7 +32,7 @@ from benchmarks.tiny_jobs import (
     words,
 )
 from r3train.engine.server import SGLangServer
-from r3train.tiny import TinyOptions
+from r3train.verify.tiny import TinyOptions
 
 TRL_PYTHON = ROOT / ".venv-trl" / "bin" / "python"
 WARM_UP = 2

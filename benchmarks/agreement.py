@@ -24,7 +24,7 @@ from benchmarks.page import RESULTS_PAGE, results_page
 from benchmarks.tiny_jobs import R3, run, torchrun
 from r3train.config import RunConfig
 from r3train.config.options import train_options
-from r3train.tiny import TinyOptions, build
+from r3train.verify.tiny import TinyOptions, build
 
 # deep and wide enough that bfloat16 moves some tokens to other experts in every layer
 MODEL = dict(

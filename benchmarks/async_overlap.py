@@ -26,7 +26,7 @@ from r3train.engine.control import EngineControl
 from r3train.engine.server import SGLangServer
 from r3train.generation.producer import Producer
 from r3train.generation.rollout_task import Asking
-from r3train.tiny import TinyOptions
+from r3train.verify.tiny import TinyOptions
 from r3train.types import Prompt, RouteShape
 
 _BATCH, _SAMPLES, _RESPONSE, _STEPS = 8, 4, 32, 7

@@ -30,7 +30,7 @@ from benchmarks.tiny_jobs import R3, ROOT, environment, job_flags, step_metrics,
 from r3train.engine.server import SGLangServer
 from r3train.observe.metrics import summarise
 from r3train.report.plot import moving_mean
-from r3train.tiny import CATEGORIES, TinyOptions, build, task_prompts
+from r3train.verify.tiny import CATEGORIES, TinyOptions, build, task_prompts
 
 PICTURE = ROOT / "docs" / "images" / "algorithms.png"
 ROLLOUTS = 40

@@ -55,7 +55,7 @@ from r3train.config.trainer_settings import TrainerSection  # noqa: E402
 from r3train.cpu import products as cpu_products  # noqa: E402
 from r3train.engine.server import free_port  # noqa: E402
 from r3train.layout.microbatch import build_microbatch, slice_microbatch  # noqa: E402
-from r3train.tiny import TinyOptions  # noqa: E402
+from r3train.verify.tiny import TinyOptions  # noqa: E402
 from r3train.trainer.megatron.actor import MegatronActor  # noqa: E402
 from r3train.trainer.megatron.replay import decoder_routers  # noqa: E402
 from r3train.trainer.megatron.topology import (  # noqa: E402

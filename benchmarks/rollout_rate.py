@@ -30,7 +30,7 @@ from benchmarks.tiny_jobs import DTYPE, describe, tiny_model
 from r3train.engine.backend import Request, SamplingParams
 from r3train.engine.client import SGLangClient
 from r3train.engine.server import SGLangServer
-from r3train.tiny import TinyOptions
+from r3train.verify.tiny import TinyOptions
 from r3train.types import RouteShape
 
 MODEL = TinyOptions(

@@ -84,7 +84,7 @@ from r3train.config import RunConfig  # noqa: E402
 from r3train.config.options import parse_train_flags  # noqa: E402
 from r3train.engine.key import ENGINE_KEY_VARIABLE  # noqa: E402
 from r3train.loop import prompt_log  # noqa: E402
-from r3train.tiny import TinyOptions, build  # noqa: E402
+from r3train.verify.tiny import TinyOptions, build  # noqa: E402
 
 GROWTH = 0.05
 SAMPLE_EVERY_S = 0.25

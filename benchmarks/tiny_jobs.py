@@ -14,7 +14,7 @@ from typing import Any
 
 from r3train.cuda_environment import visible_gpus
 from r3train.engine.server import free_port
-from r3train.tiny import TinyOptions, build
+from r3train.verify.tiny import TinyOptions, build
 
 ROOT = Path(__file__).resolve().parents[1]
 # of a server, as recipes have it on the same machine

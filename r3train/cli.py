@@ -21,7 +21,7 @@ SUBCOMMANDS = {
         "List the recipes that --config knows by name.",
     ),
     "make-tiny-model": (
-        "r3train.tiny:make_tiny_model",
+        "r3train.verify.tiny:make_tiny_model",
         "Write a tiny random Qwen3-MoE checkpoint and a task that it can learn.",
     ),
     "serve": (

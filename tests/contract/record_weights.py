@@ -35,7 +35,7 @@ from r3train.families import FAMILIES  # noqa: E402
 from r3train.families.family import model_arguments  # noqa: E402
 from r3train.families.published import PUBLISHED  # noqa: E402
 from r3train.hf_checkpoint import read_header  # noqa: E402
-from r3train.tiny import random_model, save  # noqa: E402
+from r3train.verify.tiny import random_model, save  # noqa: E402
 from tests.oracle import actors, test_families  # noqa: E402
 from tests.oracle.actors import actor_of, configuration, in_ranks  # noqa: E402
 from r3train.cpu.device import prepare_device  # noqa: E402

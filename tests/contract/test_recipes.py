@@ -22,7 +22,7 @@ from r3train.doctor.model_checks import read_weights
 from r3train.hf_checkpoint import read_headers
 from r3train.launch.gpus import server_size
 from r3train.launch.preflight import PreflightError, preflight
-from r3train.tiny import TinyOptions, build
+from r3train.verify.tiny import TinyOptions, build
 from tests.published import CONFIGS, RECIPES, Recipe, write_checkpoint
 
 PAGE = Path(__file__).parents[2] / "docs/models.md"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from r3train.engine.server import SGLangServer
-from r3train.tiny import TinyOptions, build
+from r3train.verify.tiny import TinyOptions, build
 from tests.e2e import jobs
 from tests.e2e.sglang_support import make_model
 

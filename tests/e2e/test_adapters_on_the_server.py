@@ -20,7 +20,7 @@ from r3train.engine.control import EngineControl
 from r3train.engine.server import SGLangServer
 from r3train.hf_checkpoint import copy_all_but_weights
 from r3train.peft_files import write_adapter
-from r3train.tiny import build
+from r3train.verify.tiny import build
 from r3train.families.tiny_options import TinyOptions
 from r3train.types import Prompt
 from tests import whole_samples

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from r3train.hf_checkpoint import MARKER, check_export
 from r3train.loop.rollout_file import BUFFER_FILE
-from r3train.tiny import task_prompts
+from r3train.verify.tiny import task_prompts
 from r3train.trainer.megatron.saved_state import CHECKSUMS, latest_checkpoint, read_checksums
 from tests.e2e import jobs
 from tests.e2e.test_sft import talk  # noqa: F401 - a fixture

@@ -18,7 +18,7 @@ from r3train.engine.backend import EngineError
 from r3train.engine.control import EngineControl
 from r3train.engine.publish import DistributedPublisher
 from r3train.engine.server import SGLangServer
-from r3train.tiny import TinyOptions, build
+from r3train.verify.tiny import TinyOptions, build
 from tests.e2e import jobs
 from tests.e2e.accounts import all_trained_once
 from tests.e2e.live_jobs import (

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from r3train.observe.metrics import summarise
-from r3train.tiny import TinyOptions, build
+from r3train.verify.tiny import TinyOptions, build
 from tests.e2e import checkouts, jobs
 from tests.e2e.live_jobs import output, running, scheduler, steps_done, wait_for
 

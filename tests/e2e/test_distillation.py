@@ -7,7 +7,7 @@ import pytest
 
 from r3train.engine.server import SGLangServer
 from r3train.loop.replay_source import load_rollout
-from r3train.tiny import TinyOptions, build
+from r3train.verify.tiny import TinyOptions, build
 from tests.e2e import jobs
 from tests.hf_reference import HfReference
 

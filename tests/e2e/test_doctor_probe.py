@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from r3train.tiny import build
+from r3train.verify.tiny import build
 from r3train.families import TINY_NAMES
 from r3train.families.tiny_options import TinyOptions
 

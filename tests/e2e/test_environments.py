@@ -17,7 +17,7 @@ from r3train.data.tokenizer import load_tokenizer
 from r3train.environments import Turn
 from r3train.environments.calculator import Calculator
 from r3train.loop.replay_source import load_rollout
-from r3train.tiny import TinyOptions, build
+from r3train.verify.tiny import TinyOptions, build
 from r3train.types import RolloutSample
 
 pytestmark = pytest.mark.e2e

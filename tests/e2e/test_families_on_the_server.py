@@ -30,7 +30,7 @@ from r3train.engine.publish import DistributedPublisher
 from r3train.engine.publish_disk import DiskPublisher
 from r3train.engine.server import SGLangServer
 from r3train.hf_checkpoint import copy_all_but_weights, write_shards
-from r3train.tiny import build
+from r3train.verify.tiny import build
 from r3train.families.tiny_options import TinyOptions
 from r3train.types import Prompt, RolloutSample
 from tests import whole_samples

@@ -11,7 +11,7 @@ from tests.unit.rewards.test_scoring import sample, settings
 from r3train.data.tokenizer import load_tokenizer
 from r3train.engine.server import SGLangServer
 from r3train.rewards.scoring import Scorer
-from r3train.tiny import TinyOptions, TrainedTokenizer, build
+from r3train.verify.tiny import TinyOptions, TrainedTokenizer, build
 
 pytestmark = pytest.mark.e2e
 KEY = "the-key-of-the-judge"

@@ -20,7 +20,7 @@ from r3train.config.lora_settings import LoraSection
 from r3train.hf_checkpoint import MARKER, read_headers
 from r3train.observe.metrics import eval_rows_path
 from r3train.peft_files import CONFIG, packed_name, TENSORS
-from r3train.tiny import build
+from r3train.verify.tiny import build
 from r3train.families.tiny_options import TinyOptions
 from tests.e2e import jobs
 from tests.e2e.accounts import all_trained_once, dumped_samples

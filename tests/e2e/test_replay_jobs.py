@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from r3train.config.replay_settings import PublishBug, RouteBug
 from r3train.audit.audit_run import audit_run
 from r3train.proof.recheck_verdict import limit
-from r3train.tiny import TinyOptions, build
+from r3train.verify.tiny import TinyOptions, build
 from tests.e2e import jobs
 
 pytestmark = pytest.mark.e2e

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from r3train.tiny import TinyOptions, build
+from r3train.verify.tiny import TinyOptions, build
 from tests.e2e import jobs
 
 pytestmark = pytest.mark.e2e

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from r3train.tiny import task_prompts
+from r3train.verify.tiny import task_prompts
 from tests.e2e import jobs
 
 pytestmark = pytest.mark.e2e

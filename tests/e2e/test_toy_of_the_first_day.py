@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.gpu_smoke import STEPS
-from r3train.tiny import build
+from r3train.verify.tiny import build
 from r3train.families.tiny_options import SIZES, TinyOptions
 from tests.e2e.jobs import run
 

@@ -23,7 +23,7 @@ from r3train.families import FAMILIES, TINY_MODELS, TINY_NAMES, Family, tensor_n
 from r3train.families.checks import topology_conflicts
 from r3train.hf_checkpoint import is_trained, read_headers
 from r3train.ids import token_uids
-from r3train.tiny import random_model, save
+from r3train.verify.tiny import random_model, save
 from r3train.families.tiny_options import TinyOptions
 from r3train.cpu.torchvision_stub import declare_torchvision_ops
 from tests.hf_reference import HfReference

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from r3train.tiny import random_model, save
+from r3train.verify.tiny import random_model, save
 from r3train.families.tiny_options import TinyOptions
 from tests.oracle.actors import actor_of, configuration, in_ranks
 

@@ -12,7 +12,7 @@ import torch
 from r3train.config.hf_facts import read_hf_facts
 from r3train.config.sources import ConfigError
 from r3train.hf_checkpoint import read_headers
-from r3train.tiny import random_model, save
+from r3train.verify.tiny import random_model, save
 from r3train.families.tiny_options import TinyOptions
 from r3train.verify.model_zoo import VARIANTS, write_checkpoint
 from tests.oracle.actors import actor_of, configuration, in_ranks, samples, slices_of

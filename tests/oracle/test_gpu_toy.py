@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from r3train.tiny import random_model, save
+from r3train.verify.tiny import random_model, save
 from r3train.families.tiny_options import SIZES, TinyOptions
 from tests.oracle import actors
 from tests.oracle.actors import actor_of, configuration, in_ranks

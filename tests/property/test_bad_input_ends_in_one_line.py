@@ -28,7 +28,7 @@ from r3train.config.sources import places
 from r3train.engine.answer import Sent, read_answer
 from r3train.engine.backend import EngineError, SamplingParams
 from r3train.generation import stitch
-from r3train.tiny import TinyOptions, build
+from r3train.verify.tiny import TinyOptions, build
 from r3train.trainer.megatron.saved_state import LATEST, STATE
 from tests.contract.test_payloads import ANSWERS, PROMPT, ROUTES
 

@@ -10,7 +10,7 @@ import pytest
 from r3train.config.hf_facts import read_hf_facts
 from r3train.data.tokenizer import load_tokenizer
 from r3train.loop.replay_source import dump_rollout
-from r3train.tiny import TinyOptions, build
+from r3train.verify.tiny import TinyOptions, build
 from r3train.types import RolloutSample
 from tests.all_prompts import all_prompts
 from tests.e2e import jobs

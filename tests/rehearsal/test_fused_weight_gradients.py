@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from r3train.config.hf_facts import read_hf_facts
-from r3train.tiny import build
+from r3train.verify.tiny import build
 from r3train.families.tiny_options import TinyOptions
 from tests.oracle import actors
 from tests.oracle.actors import actor_of, configuration, in_ranks, samples, slices_of

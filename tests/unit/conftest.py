@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from r3train.tiny import TinyOptions, build
+from r3train.verify.tiny import TinyOptions, build
 
 
 @pytest.fixture(scope="session")

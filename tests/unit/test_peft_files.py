@@ -21,7 +21,7 @@ from r3train.peft_files import (
     saved_forms,
     write_adapter,
 )
-from r3train.tiny import build
+from r3train.verify.tiny import build
 from r3train.families.tiny_options import TinyOptions
 from r3train.verify.model_zoo import VARIANTS, write_checkpoint
 

@@ -20,7 +20,7 @@ from r3train.families import FAMILIES, TINY_NAMES, sent_together, tensor_shapes
 from r3train.families.checks import check_family, untrained_parts
 from r3train.families.published import published_names
 from r3train.hf_checkpoint import copy_all_but_weights, is_trained, read_headers
-from r3train.tiny import build
+from r3train.verify.tiny import build
 from r3train.families.tiny_options import TinyOptions
 from r3train.cpu.torchvision_stub import declare_torchvision_ops
 from tests.published import shapes_of, write_checkpoint, write_config

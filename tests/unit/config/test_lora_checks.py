@@ -10,7 +10,7 @@ from r3train.config.cross_checks import check_model, check_static
 from r3train.config.hf_facts import read_hf_facts
 from r3train.config.lora_settings import LoraSection
 from r3train.families import tensor_names
-from r3train.tiny import build
+from r3train.verify.tiny import build
 from r3train.families.tiny_options import TinyOptions
 from r3train.verify.model_zoo import VARIANTS, write_checkpoint
 from tests.unit.config.test_config import config

@@ -17,7 +17,7 @@ from r3train.doctor.machine import Node
 from r3train.doctor.finding import FACT, OK, PROBLEM, WARNING, Finding
 from r3train.doctor.memory import estimate
 from r3train.doctor.model_checks import checkpoint_bytes, read_weights
-from r3train.tiny import build
+from r3train.verify.tiny import build
 from r3train.families.tiny_options import TinyOptions
 from tests.unit.doctor_setups import config_of, diagnose
 from tests.unit.hf_model import facts

@@ -14,7 +14,7 @@ from r3train.doctor.finding import OK, PROBLEM
 from r3train.doctor.judgement import FLOAT32, judge_routes, shortfall
 from r3train.doctor.model_checks import Weights, read_weights
 from r3train.doctor.reference import _scores, load_reference
-from r3train.tiny import build
+from r3train.verify.tiny import build
 from r3train.families import TINY_NAMES
 from r3train.families.tiny_options import TinyOptions
 from tests.hf_reference import HfReference

@@ -31,7 +31,7 @@ from r3train.generation.conversation import Conversation
 from r3train.generation import producer as producers
 from r3train.generation.producer import Producer
 from r3train.generation.rollout_task import Asking, Episodes
-from r3train.tiny import TinyOptions, build
+from r3train.verify.tiny import TinyOptions, build
 from r3train.generation.environment_loop import EnvironmentLoop
 from r3train.types import Prompt
 

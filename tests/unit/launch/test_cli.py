@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from r3train import tiny
+from r3train.verify import tiny
 from r3train.cli import main
 from r3train.config.hf_facts import read_hf_facts
 from r3train.data import load_tokenizer

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 import train_async
-from r3train import tiny
+from r3train.verify import tiny
 from r3train.cli import main
 from r3train.config.hf_facts import read_hf_facts
 from r3train.families import TINY_MODELS

@@ -32,7 +32,7 @@ from r3train.launch.other_models import check_other_model, served_teacher
 from r3train.launch.preflight import check_sinks, preflight
 from r3train.launch.limits import server_ports
 from r3train.launch.resume import resume_point, run_facts
-from r3train.tiny import build
+from r3train.verify.tiny import build
 from r3train.families.tiny_options import TinyOptions
 from r3train.trainer.megatron.saved_state import LATEST, STATE
 from tests.http_serving import in_a_thread
