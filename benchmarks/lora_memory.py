@@ -1,7 +1,7 @@
 """Memory of a rank that trains all weights, adapters on all linears, and adapters without the experts'.
 
 Each arm is a process of its own, which takes two steps: bytes of weights, gradient buffers and optimizer
-state as they are allocated, what `r3train doctor` counts for them, and the largest resident set.
+state as they are allocated, what the estimate has for them, and the largest resident set.
 
     python -m benchmarks.lora_memory [--rank 8]
 """
@@ -33,8 +33,7 @@ from r3train.config.hf_facts import read_hf_facts
 from r3train.config.lora_settings import LoraSection
 from r3train.config.model_settings import ModelSection
 from r3train.config.rollout_settings import RolloutSection
-from r3train.doctor.memory import estimate
-from r3train.doctor.model_checks import read_weights
+from r3train.launch.estimate import Model, stages
 
 ARMS = {
     "all weights": lambda rank: LoraSection(),
@@ -72,9 +71,8 @@ def measure(checkpoint: Path, lora: LoraSection, tokens: int) -> dict[str, Any]:
             actor.collect_evidence(0)
         chunks = actor.model.chunks
         buffers = [b for c in chunks for b in (*c.buffers, *c.expert_parallel_buffers)]
-        counted = estimate(
-            config_of(checkpoint, lora), read_weights(read_hf_facts(checkpoint), lora), 1
-        )
+        config = config_of(checkpoint, lora)
+        counted = stages(config, Model(read_hf_facts(checkpoint), lora), 1)[0].held
         return dict(
             weights=sum(p.nbytes for c in chunks for p in c.parameters()),
             gradients=sum(b.grad_data.nbytes for b in buffers),

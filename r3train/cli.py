@@ -40,6 +40,10 @@ SUBCOMMANDS = {
         "r3train.doctor.doctor_command:doctor",
         "Check this machine for faults that would stop a run of this configuration.",
     ),
+    "estimate": (
+        "r3train.launch.estimate_command:estimate",
+        "Say what a recipe will hold, and which topologies fit, from config.json alone.",
+    ),
     "check-evidence": (
         "r3train.audit.check_evidence:check_evidence",
         "Judge a run's R3 evidence: passed, failed (with every fault), or no evidence.",

@@ -13,8 +13,9 @@ import click
 
 from r3train.config import RunConfig
 from r3train.config.sources import printable
-from r3train.doctor.finding import FACT, OK, PROBLEM, WARNING, Finding, Findings, fact, warning
+from r3train.doctor.finding import FACT, OK, PROBLEM, WARNING, Finding, Findings, warning
 from r3train.doctor.machine import Node
+from r3train.launch.gpus import gpus_here
 
 _STYLE = {OK: "green", FACT: "cyan", WARNING: "yellow", PROBLEM: "red"}
 
@@ -140,38 +141,16 @@ def diagnose(
 
 def _of_config(config: RunConfig, node: Node) -> Findings:
     from r3train.config.hf_facts import read_hf_facts
-    from r3train.doctor import kernels, machine, memory, model_checks, run_estimate
+    from r3train.doctor import kernels, machine, memory, model_checks
     from r3train.launch.limits import server_ports
 
-    prompt = yield from model_checks.check_job(config, node.world_size)
-    hf = weights = None
+    yield from model_checks.check_job(config, node.world_size)
     with suppress(ValueError):  # check_job has said so
         hf = read_hf_facts(config.model.hf_checkpoint)
-    if hf is not None:
-        weights = yield from model_checks.check_weights(hf, config.lora)
         yield from kernels.check_attention(config, hf, node.num_gpus)
     host, ports = server_ports(config)
     for port in ports:
         yield from machine.check_port("SGLang", host, port)
     if config.has_engines:
         yield from machine.check_open_files(config.rollout.most_in_flight)
-    yield from memory.check_room(config, hf, weights, node)
-    if hf is not None and weights is not None and config.run.estimate:
-        if prompt is None:
-            prompt = memory.longest_prompt(config, hf)
-        try:
-            for line in run_estimate.paper(config, hf, node.world_size, prompt, node.gpu_bytes):
-                yield fact("estimated", line.strip())
-        except ValueError as error:  # a problem of check_job as well
-            yield fact("estimated", f"nothing more: {error}")
-
-
-def gpus_here() -> tuple[int, int]:
-    """Return the number of GPUs, and the bytes of the smallest."""
-    try:
-        import torch
-    except ImportError:
-        return 0, 0
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    sizes = [torch.cuda.get_device_properties(i).total_memory for i in range(count)]
-    return count, min(sizes, default=0)
+    yield from memory.check_room(config, node)

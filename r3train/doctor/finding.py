@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
+from r3train.launch.estimate import amount
+
 OK, FACT, WARNING, PROBLEM = "ok", "fact", "warning", "problem"
 
 
@@ -24,15 +26,6 @@ Findings = Iterator[Finding]
 # ok(subject, text), fact(subject, text), warning(subject, text, remedy), problem(subject, ...)
 ok, fact = partial(Finding, OK), partial(Finding, FACT)
 warning, problem = partial(Finding, WARNING), partial(Finding, PROBLEM)
-
-
-def amount(num_bytes: float) -> str:
-    """Bytes for a reader: "512 B", "3.4 GiB"."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.1f} TiB"
 
 
 def room(

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from r3train.doctor.finding import Finding, Findings, amount, fact, ok, problem, room, warning
+from r3train.doctor.finding import Finding, Findings, fact, ok, problem, room, warning
+from r3train.launch.estimate import amount
 from r3train.launch.limits import (
     Lack,
     SHARED_MEMORY,

@@ -27,9 +27,9 @@ from r3train.doctor.judgement import (
     FLOAT32,
     judge_answers,
 )
-from r3train.doctor.memory import PROCESS_BYTES, estimate
-from r3train.doctor.model_checks import Weights, read_weights
+from r3train.doctor.memory import PROCESS_BYTES
 from r3train.doctor.reference import load_reference
+from r3train.launch.estimate import Model, stages, value_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -48,8 +48,7 @@ def probe_engines(config: RunConfig, gpu_bytes: int = 0) -> Findings:
     import psutil
 
     hf = read_hf_facts(config.model.hf_checkpoint)
-    weights = read_weights(hf)
-    refusal = no_room(config, weights, gpu_bytes, psutil.virtual_memory().available)
+    refusal = no_room(config, Model(hf, config.lora), gpu_bytes, psutil.virtual_memory().available)
     if refusal is not None:
         yield refusal
         return
@@ -88,17 +87,18 @@ def probe_engines(config: RunConfig, gpu_bytes: int = 0) -> Findings:
     yield from (yield from _guarded("probe", lambda: list(judged))) or ()
 
 
-def no_room(config: RunConfig, weights: Weights, gpu_bytes: int, host_bytes: int) -> Finding | None:
+def no_room(config: RunConfig, model: Model, gpu_bytes: int, host_bytes: int) -> Finding | None:
     """The finding that refuses a probe of a model that one device cannot train; None with room.
 
     The actor is whole and has its optimizer; Hugging Face's model is on the host next to it.
     """
+    (alone,) = stages(_alone(config), model, 1)
     actor = {
-        "the whole model with its optimizer": estimate(_alone(config), weights, 1).rank,
+        "the whole model with its optimizer": alone.held.rank,
         "the actor's process": PROCESS_BYTES,
     }
     host = {
-        "Hugging Face's model": weights.total * (2 if config.model.bf16 else 4),
+        "Hugging Face's model": model.total.total * value_bytes(config),
         "its process": PROCESS_BYTES,
     }
     places = {"the host": (host_bytes, host if gpu_bytes else host | actor)}

@@ -26,6 +26,17 @@ _SHARING = (
 )
 
 
+def gpus_here() -> tuple[int, int]:
+    """Return the number of GPUs, and the bytes of the smallest."""
+    try:
+        import torch
+    except ImportError:
+        return 0, 0
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    sizes = [torch.cuda.get_device_properties(i).total_memory for i in range(count)]
+    return count, min(sizes, default=0)
+
+
 def torchruns_number(name: str, default: int) -> int:
     """Return a number of torchrun's environment (RANK, WORLD_SIZE, ...); raises ValueError for no number."""
     text = os.environ.get(name)

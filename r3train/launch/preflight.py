@@ -83,6 +83,13 @@ class PreflightError(ConfigError):
         self.faults = faults
         self.warnings = warnings
 
+    @property
+    def outside_settings(self) -> list[str]:
+        """The faults, where all are about files, servers and this machine; [] where a setting is wrong."""
+        of_settings = ("configuration", "key of the servers", "reward")
+        wrong = any(subject in of_settings for subject, _ in self.faults)
+        return [] if wrong else [line for _, line in self.faults]
+
 
 def preflight(
     config: RunConfig,

@@ -49,13 +49,21 @@ def main(config: RunConfig) -> None:
         click.echo("checking the settings, the checkpoint and the data ...", err=True)
     with usage_errors():
         world_size = config.run.ranks(os.environ)
-        from r3train.launch.preflight import preflight
+        from r3train.launch.preflight import PreflightError, preflight
 
-        job = preflight(config, world_size, for_all_ranks=rank == 0, for_node=for_node or rank == 0)
+        job, missing, for_node = None, [], for_node or rank == 0
+        try:
+            job = preflight(config, world_size, for_all_ranks=rank == 0, for_node=for_node)
+        except PreflightError as error:
+            missing = error.outside_settings if config.run.estimate else []
+            if not missing:
+                raise
     if config.run.dry_run:
         if rank == 0:
-            show_dry_run(job, world_size)
-        job.close()
+            with usage_errors():
+                show_dry_run(config, job, missing, world_size)
+        if job is not None:
+            job.close()
         return
     with ExitStack() as claims:
         run_dir, servers = None, []
@@ -73,19 +81,23 @@ def main(config: RunConfig) -> None:
                 server.stop()
 
 
-def show_dry_run(job: Job, world_size: int) -> None:
-    """Print the warnings, the configuration, and what a run of ``world_size`` ranks would do."""
+def show_dry_run(
+    config: RunConfig, job: Job | None, missing: Sequence[str], world_size: int
+) -> None:
+    """Print the settings and what a run would do; without a job what it lacks, and the estimate."""
+    from r3train.launch.estimate_command import dry_run_lines
+    from r3train.launch.gpus import gpus_here
     from r3train.launch.job import would_run
 
-    for warning in job.warnings:
-        click.secho(str(warning), fg="yellow", err=True)
-    click.echo(job.config.to_toml())
-    lines = [*would_run(job, world_size), *shown(job.prompts[0], job.tokenizer)]
-    if job.config.run.estimate:
-        from r3train.doctor.doctor_command import gpus_here
-        from r3train.doctor.run_estimate import paper
-
-        lines += paper(job.config, job.hf, world_size, job.longest_prompt, gpus_here()[1])
+    lines, longest = [f"a run is refused here: {line}" for line in missing], None
+    if job is not None:
+        for warning in job.warnings:
+            click.secho(str(warning), fg="yellow", err=True)
+        lines = [*would_run(job, world_size), *shown(job.prompts[0], job.tokenizer)]
+        longest = job.longest_prompt
+    if config.run.estimate:
+        lines += dry_run_lines(config, world_size, gpus_here()[1], longest)
+    click.echo(config.to_toml())
     click.echo("\n".join(f"# {line}" for line in lines))
 
 

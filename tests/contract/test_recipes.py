@@ -15,11 +15,12 @@ from r3train.config import RunConfig
 from r3train.config.hf_facts import read_hf_facts
 from r3train.config.options import parse_train_flags
 from r3train.families import tensor_shapes
-from r3train.doctor.finding import OK, amount
+from r3train.doctor.finding import OK
 from r3train.doctor.machine import Node
-from r3train.doctor.memory import check_gpus, estimate, stages
-from r3train.doctor.model_checks import read_weights
+from r3train.doctor.memory import check_gpus
 from r3train.hf_checkpoint import read_headers
+from r3train.families.published import PUBLISHED
+from r3train.launch.estimate import Model, amount, stages, training_checkpoint_bytes
 from r3train.launch.gpus import server_size
 from r3train.launch.preflight import PreflightError, preflight
 from r3train.verify.tiny import TinyOptions, build
@@ -87,10 +88,10 @@ def test_a_recipe_passes_the_checks_of_its_dry_run(recipe, machine, monkeypatch)
 
 
 @each_recipe
-def test_a_recipe_leaves_room_on_the_gpus_of_its_head(recipe, machine):
+def test_a_recipe_leaves_room_on_the_gpus_of_its_head(recipe):
     head = recipe.path.read_text().split("[model]")[0]
     assert f"{recipe.num_gpus} GPUs" in head and f"{recipe.gpu_gb} GB" in head
-    config, _, fullest = figures(recipe, machine)
+    config, _, fullest = figures(recipe)
     node = Node(8, recipe.gpu_gb * 10**9, recipe.num_gpus, min(recipe.num_gpus, 8))
     found = list(check_gpus(config, node, fullest))
     assert [finding.level for finding in found] == [OK] * len(found), found
@@ -101,20 +102,20 @@ def test_a_recipe_leaves_room_on_the_gpus_of_its_head(recipe, machine):
 
 
 @cache
-def figures(recipe: Recipe, machine: Path):
-    """The recipe's configuration, the weights of its model and the fullest rank estimated."""
+def figures(recipe: Recipe):
+    """The recipe's configuration, its model and the fullest rank estimated."""
     config = RunConfig.from_toml(recipe.path)
-    hf = read_hf_facts(machine / config.model.hf_checkpoint)
-    fullest = max(stages(config, hf, recipe.num_gpus), key=lambda stage: stage.total)
-    return config, read_weights(hf), fullest
+    model = Model(read_hf_facts(PUBLISHED / recipe.model))
+    fullest = max(stages(config, model, recipe.num_gpus), key=lambda stage: stage.total)
+    return config, model, fullest
 
 
-def test_the_page_shows_what_the_doctor_estimates(machine):
+def test_the_page_shows_what_is_estimated():
     """The table of docs/models.md; where it is wrong, this test prints the right one."""
     rows = []
     for recipe in RECIPES:
-        config, weights, fullest = figures(recipe, machine)
-        checkpoint = estimate(config, weights, recipe.num_gpus).checkpoint
+        config, model, fullest = figures(recipe)
+        weights, checkpoint = model.total, training_checkpoint_bytes(config, model)
         p = config.parallel
         sizes = {"TP": p.tensor_model_parallel_size, "PP": p.pipeline_model_parallel_size}
         sizes["EP"] = p.expert_model_parallel_size
@@ -128,10 +129,10 @@ def test_the_page_shows_what_the_doctor_estimates(machine):
     assert "\n".join(rows) in PAGE.read_text(encoding="utf-8"), "\n".join(rows)
 
 
-def test_the_recipe_of_two_nodes_is_what_its_head_says_with_room_to_spare(machine, monkeypatch):
+def test_the_recipe_of_two_nodes_is_what_its_head_says_with_room_to_spare():
     """Its figures: those of peers for 80 GB, and NeMo-RL's layout by the flags that the head names."""
     (recipe,) = [recipe for recipe in RECIPES if recipe.file == "qwen3_30b_a3b_two_nodes"]
-    config, _, fullest = figures(recipe, machine)
+    config, model, fullest = figures(recipe)
     parallel, trainer = config.parallel, config.trainer
     assert (parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size) == (4, 8)
     assert trainer.max_tokens_per_gpu == 20480 and fullest.held.offloaded > 56 << 30
@@ -141,8 +142,7 @@ def test_the_recipe_of_two_nodes_is_what_its_head_says_with_room_to_spare(machin
     assert len(addresses) * server_size(config.rollout.sglang) == 8
     head = recipe.path.read_text().split("[model]")[0]
     flags = re.search(r"(--tensor-model-parallel-size 1 \S+)\)", head)[1].split()
-    monkeypatch.chdir(machine)
     other = parse_train_flags(["--config", str(recipe.path), *flags], prog_name="train_async.py")
     assert not other.parallel.sequence_parallel
-    (stage,) = stages(other, read_hf_facts(machine / other.model.hf_checkpoint), recipe.num_gpus)
+    (stage,) = stages(other, model, recipe.num_gpus)
     assert f"{stage.total / 2**30:.0f} GiB at the peak" in head

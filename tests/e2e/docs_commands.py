@@ -159,7 +159,7 @@ RULES = (
     Rule(r"torchrun .*train_async\.py .*--run-dir ", Kind.JOB),
     Rule(r"(\w+=\S* )*torchrun .*train_async\.py ", Kind.DRY),
     Rule(r"python train_async\.py (--help|.*--dry-run )", Kind.RUN),
-    Rule(r"r3train (make-tiny-model|doctor|check-evidence|report) ", Kind.RUN),
+    Rule(r"r3train (make-tiny-model|doctor|estimate|check-evidence|report) ", Kind.RUN),
 )
 
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from r3train.torchvision_stub import declare_ops_for_imports
+from r3train.cpu.torchvision_stub import declare_ops_for_imports
 from r3train.cpu.device import prepare_device
 
 if __name__ == "__main__":

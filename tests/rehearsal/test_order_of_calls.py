@@ -15,7 +15,7 @@ from r3train.launch import train as train_program
 from r3train.config.parallel_settings import ParallelSection
 from r3train.cpu.device import prepare_device
 from r3train.cuda_environment import NCCL_DEFAULTS, RANK_DEFAULTS
-from r3train.doctor.doctor_command import gpus_here
+from r3train.launch.gpus import gpus_here
 from r3train.engine import publish
 from r3train.engine.server import SGLangServer
 from r3train.launch import engines

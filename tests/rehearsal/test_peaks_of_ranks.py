@@ -6,17 +6,16 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from r3train.config import RunConfig
-from r3train.config.hf_facts import HfModelFacts, read_hf_facts
-from r3train.doctor import memory
-from tests.published import RECIPES, write_checkpoint
+from r3train.config.hf_facts import read_hf_facts
+from r3train.families.published import PUBLISHED
+from r3train.launch import estimate
+from tests.published import RECIPES
 
 ROOT = Path(__file__).resolve().parents[2]
 STAND_INS = Path(__file__).parent / "stand_ins"
@@ -59,25 +58,6 @@ def counted(tmp_path_factory) -> dict[str, list[dict[str, int]]]:
     return json.loads(report.read_text())
 
 
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory) -> Iterator[Path]:
-    """A directory with each case's model, as far as its headers, which are read once."""
-    directory, read = tmp_path_factory.mktemp("checkpoints"), memory.read_stages
-    for model in {recipe.model for recipe in RECIPES if recipe.file in [case[0] for case in CASES]}:
-        write_checkpoint(directory / model, model)
-    known: dict[str, Any] = {}
-
-    def read_once(config: RunConfig, hf: HfModelFacts) -> Any:
-        key = f"{hf.path} {config.parallel!r}"
-        if key not in known:
-            known[key] = read(config, hf)
-        return known[key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory, "read_stages", read_once)
-        yield directory
-
-
 @dataclass(frozen=True)
 class Ratio:
     """The estimate over the count, of a rank's whole peak and of what passes take of it."""
@@ -86,13 +66,14 @@ class Ratio:
     passes: float
 
 
-def ratios(counted: dict[str, list[dict[str, int]]], checkpoints: Path) -> list[list[Ratio]]:
+def ratios(counted: dict[str, list[dict[str, int]]]) -> list[list[Ratio]]:
     """Those of each case's ranks."""
     found = []
     for file, ranks, settings in CASES:
         (recipe,) = (recipe for recipe in RECIPES if recipe.file == file)
         config = RunConfig.from_toml(recipe.path, settings)
-        stages = memory.stages(config, read_hf_facts(checkpoints / recipe.model), recipe.num_gpus)
+        model = estimate.Model(read_hf_facts(PUBLISHED / recipe.model))
+        stages = estimate.stages(config, model, recipe.num_gpus)
         of_case = []
         for rank in counted[word(file, ranks, settings)]:
             paper = stages[rank["stage"]]
@@ -103,28 +84,26 @@ def ratios(counted: dict[str, list[dict[str, int]]], checkpoints: Path) -> list[
     return found
 
 
-def off(counted: dict[str, list[dict[str, int]]], checkpoints: Path) -> list[Ratio]:
+def off(counted: dict[str, list[dict[str, int]]]) -> list[Ratio]:
     """Ranks whose passes take more than the estimate has, or much less."""
-    return [one for one in sum(ratios(counted, checkpoints), []) if not 1 <= one.passes < 1.1]
+    return [one for one in sum(ratios(counted), []) if not 1 <= one.passes < 1.1]
 
 
-def test_passes_take_no_more_than_the_estimate_has_and_not_much_less(counted, checkpoints):
-    assert not off(counted, checkpoints)
-    for ratio in sum(ratios(counted, checkpoints), []):
+def test_passes_take_no_more_than_the_estimate_has_and_not_much_less(counted):
+    assert not off(counted)
+    for ratio in sum(ratios(counted), []):
         assert 0.999 < ratio.whole < 1.05, ratio
 
 
-def test_a_layer_beside_the_logits_and_forgotten_messages_are_seen(
-    counted, checkpoints, monkeypatch
-):
+def test_a_layer_beside_the_logits_and_forgotten_messages_are_seen(counted, monkeypatch):
     """Logits are gone when the last layer's backward pass begins."""
     with monkeypatch.context() as patch:
         added = property(lambda stage: stage.activations + stage.layer + stage.logits)
-        patch.setattr(memory.StageRanks, "passes", added)
-        assert len([ratio for ratio in off(counted, checkpoints) if ratio.passes > 1.2]) == 4
+        patch.setattr(estimate.StageRanks, "passes", added)
+        assert len([ratio for ratio in off(counted) if ratio.passes > 1.2]) == 4
     with monkeypatch.context() as patch:
-        patch.setattr(memory, "_ON_THE_WAY", 0)
-        assert min(ratio.passes for ratio in off(counted, checkpoints)) < 1
+        patch.setattr(estimate, "_ON_THE_WAY", 0)
+        assert min(ratio.passes for ratio in off(counted)) < 1
 
 
 def spread(of_stages: list[Ratio]) -> float:
@@ -133,11 +112,11 @@ def spread(of_stages: list[Ratio]) -> float:
     return max(passes) / min(passes)
 
 
-def test_a_stage_holds_as_many_microbatches_as_the_estimate_has(counted, checkpoints, monkeypatch):
-    staged, interleaved = ratios(counted, checkpoints)[-2:]
+def test_a_stage_holds_as_many_microbatches_as_the_estimate_has(counted, monkeypatch):
+    staged, interleaved = ratios(counted)[-2:]
     assert spread(staged) < 1.05 and spread(interleaved) < 1.05
     assert min(ratio.passes for ratio in staged + interleaved) > 1
-    rule = memory._in_flight
-    monkeypatch.setattr(memory, "_in_flight", lambda *given: rule(*given) + 1)
-    staged, interleaved = ratios(counted, checkpoints)[-2:]
+    rule = estimate._in_flight
+    monkeypatch.setattr(estimate, "_in_flight", lambda *given: rule(*given) + 1)
+    staged, interleaved = ratios(counted)[-2:]
     assert spread(staged) > 1.05 and spread(interleaved) > 1.05

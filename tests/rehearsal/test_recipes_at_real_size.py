@@ -13,10 +13,10 @@ import pytest
 from r3train.config import RunConfig
 from r3train.config.hf_facts import HfModelFacts, read_hf_facts
 from r3train.families import tensor_names
-from r3train.doctor import memory
-from r3train.doctor.memory import StageRanks, layer_bytes, logits_bytes, stages
-from r3train.doctor.model_checks import read_stages
-from tests.published import RECIPES, Recipe, write_checkpoint, write_config
+from r3train.families.published import PUBLISHED
+from r3train.launch import estimate
+from r3train.launch.estimate import Model, StageRanks, layer_bytes, logits_bytes, stages
+from tests.published import RECIPES, Recipe, write_config
 from tests.rehearsal.test_memory_of_the_loss import GIB, peaks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -93,61 +93,54 @@ def test_the_first_rank_of_every_recipe_holds_its_part_of_the_model(first_ranks,
 HELD = ("weights", "gradients", "optimizer", "offloaded")
 
 
-def on_paper(rank: dict, recipe: Recipe, checkpoint: Path) -> StageRanks:
+def model_of(recipe: Recipe) -> Model:
+    return Model(read_hf_facts(PUBLISHED / recipe.model))
+
+
+def estimated(rank: dict, recipe: Recipe) -> StageRanks:
     """The estimate of the stage that a rank is in."""
-    config = RunConfig.from_toml(recipe.path)
-    found = stages(config, read_hf_facts(checkpoint), recipe.num_gpus)
+    found = stages(RunConfig.from_toml(recipe.path), model_of(recipe), recipe.num_gpus)
     assert rank["rank"] in found[rank["stage"]].ranks
     return found[rank["stage"]]
 
 
-def off(ranks: dict[str, list[dict]], checkpoints: dict[str, Path]) -> dict[tuple, tuple]:
+def off(ranks: dict[str, list[dict]]) -> dict[tuple, tuple]:
     """Bytes estimated, and bytes that were counted, where these are not within a tenth of one another."""
     pairs = {
         (recipe.file, rank["rank"], what): (getattr(paper.held, what), rank[what])
         for recipe in RECIPES
         for rank in ranks[ranks_of(recipe)]
-        for paper in [on_paper(rank, recipe, checkpoints[recipe.model])]
+        for paper in [estimated(rank, recipe)]
         for what in HELD
     }
     assert len(pairs) > 4 * len(RECIPES)
     return {key: pair for key, pair in pairs.items() if pair[0] != pytest.approx(pair[1], rel=0.1)}
 
 
-def test_the_estimate_is_what_the_ranks_of_each_stage_hold(first_ranks, checkpoints):
+def test_the_estimate_is_what_the_ranks_of_each_stage_hold(first_ranks):
     """Weights, gradients and optimizer, here and on the host, as Megatron's own buffers and shards hold them."""
-    assert not off(first_ranks, checkpoints)
+    assert not off(first_ranks)
 
 
-def test_a_step_of_the_optimizer_makes_less_in_passing_than_a_microbatch(first_ranks, checkpoints):
+def test_a_step_of_the_optimizer_makes_less_in_passing_than_a_microbatch(first_ranks):
     for recipe in RECIPES:
         for rank in first_ranks[ranks_of(recipe)]:
-            paper = on_paper(rank, recipe, checkpoints[recipe.model])
+            paper = estimated(rank, recipe)
             assert rank["step"] < paper.total - paper.held.rank, (recipe.file, rank["step"])
 
 
 @pytest.mark.parametrize("wrong", [(2, 0, 2), (0, 2, 0), (0, 0, 4)])
-def test_wrong_bytes_of_a_parameter_are_seen(wrong, first_ranks, checkpoints, monkeypatch):
+def test_wrong_bytes_of_a_parameter_are_seen(wrong, first_ranks, monkeypatch):
     """Of its gradient, of its state, and of its state on the host."""
-    rule = memory._optimizer_bytes
+    rule = estimate.optimizer_bytes
     monkeypatch.setattr(
-        memory, "_optimizer_bytes", lambda *given: [a + b for a, b in zip(rule(*given), wrong)]
+        estimate, "optimizer_bytes", lambda *given: [a + b for a, b in zip(rule(*given), wrong)]
     )
-    assert off(first_ranks, checkpoints)
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory) -> dict[str, Path]:
-    """A directory for each recipe's model, as far as its headers."""
-    directory = tmp_path_factory.mktemp("checkpoints")
-    found = {recipe.model: directory / recipe.model for recipe in RECIPES}
-    for model, path in found.items():
-        write_checkpoint(path, model)
-    return found
+    assert off(first_ranks)
 
 
 @pytest.mark.timeout(900)
-def test_a_layer_on_paper_is_what_it_takes_at_its_peak(checkpoints, tmp_path):
+def test_a_layer_on_paper_is_what_it_takes_at_its_peak(tmp_path):
     """A layer of each kind, forward and backward, on Transformer Engine's shape: within a tenth."""
     report = tmp_path / "report.json"
     command = [sys.executable, "-W", "ignore", "-m", "tests.rehearsal.layer_memory", str(report)]
@@ -159,24 +152,24 @@ def test_a_layer_on_paper_is_what_it_takes_at_its_peak(checkpoints, tmp_path):
     counted, ratios = json.loads(report.read_text()), {}
     for recipe in RECIPES:
         config = RunConfig.from_toml(recipe.path)
-        hf = read_hf_facts(checkpoints[recipe.model])
-        kinds = {n: kind for stage in read_stages(config, hf) for n, kind in stage.items()}
+        model = model_of(recipe)
+        hf = model.hf
         layers = {"experts": hf.moe_layer_numbers[0]}
         if 1 not in hf.moe_layer_numbers:
             layers["dense"] = 1
         assert counted[recipe.file].keys() == layers.keys()
         for kind, layer in layers.items():
-            on_paper = sum(layer_bytes(config, hf, layer, kinds))
+            on_paper = sum(layer_bytes(config, model, layer))
             ratios[recipe.file, kind] = on_paper / counted[recipe.file][kind]
     assert 0.9 < min(ratios.values()) and max(ratios.values()) < 1.1, ratios
 
 
-def test_logits_on_paper_are_what_the_loss_takes_at_its_peak(checkpoints, tmp_path):
+def test_logits_on_paper_are_what_the_loss_takes_at_its_peak(tmp_path):
     """Of the recipes with the fewest and the most logits, without and with entropy: within a tenth."""
     logits = {}
     for recipe in RECIPES:
         config = RunConfig.from_toml(recipe.path)
-        vocab = read_hf_facts(checkpoints[recipe.model]).vocab_size
+        vocab = model_of(recipe).hf.vocab_size
         logits[logits_bytes(config, vocab)] = config, vocab
     for config, vocab in (logits[min(logits)], logits[max(logits)]):
         tp, rows = config.parallel.tensor_model_parallel_size, config.trainer.max_tokens_per_gpu

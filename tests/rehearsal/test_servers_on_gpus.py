@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from r3train.config import RunConfig
-from r3train.doctor.memory import server_fraction
+from r3train.launch.estimate import server_fraction
 from r3train.engine.refusals import UNRECORDED_BACKENDS
 from tests.published import RECIPES
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 from types import SimpleNamespace
 
 import pytest
@@ -75,6 +76,35 @@ def test_a_directory_without_weights_and_a_cut_or_absent_file_are_named(tmp_path
         read_header(file)
     file.unlink()
     with pytest.raises(ValueError, match=f"{file}: cannot be read: No such file"):
+        read_header(file)
+
+
+ENTRY = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"[]",
+        b'{"w": 3}',
+        json.dumps({"w": {**ENTRY, "data_offsets": None}}).encode(),
+        json.dumps({"w": {**ENTRY, "data_offsets": [24, 0]}}).encode(),
+        json.dumps({"w": {**ENTRY, "data_offsets": [0, 48]}}).encode(),
+        json.dumps({"w": {**ENTRY, "shape": [2, -3]}}).encode(),
+        b'{"w": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b"{\xff}",
+    ],
+)
+def test_a_damaged_header_names_its_file(header, tmp_path):
+    file = tmp_path / "model.safetensors"
+
+    def write(header: bytes) -> None:
+        file.write_bytes(struct.pack("<Q", len(header)) + header + bytes(24))
+
+    write(json.dumps({"w": ENTRY}).encode())
+    assert read_header(file)["w"].num_elements == 6
+    write(header)
+    with pytest.raises(ValueError, match="model.safetensors: not a whole"):
         read_header(file)
 
 

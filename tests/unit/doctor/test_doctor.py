@@ -6,7 +6,6 @@ import asyncio
 import json
 import shutil
 import socket
-import struct
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -20,8 +19,6 @@ from click.testing import CliRunner
 from r3train.cli import main
 from r3train.doctor import doctor_command, machine
 from r3train.doctor.finding import FACT, OK, PROBLEM, WARNING, Finding, room
-from r3train.doctor.model_checks import read_weights
-from tests.unit.hf_model import facts
 from tests.unit.doctor_setups import ROOT, config_of, diagnose, worries
 from tests.unit.fake_engine_server import Fake
 
@@ -362,51 +359,3 @@ def test_pinned_versions_are_fine_and_another_python_is_not():
     assert [f.level for f in machine.check_versions(gpu.get, (3, 12), True)] == [OK]
     (found,) = machine.check_versions(gpu.get, (3, 11), True)
     assert (found.level, found.subject) == (WARNING, "Python") and "of 3.12 only" in found.text
-
-
-ENTRY = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
-
-
-def write_shard(file: Path, header: bytes, data: bytes = bytes(24)) -> None:
-    file.write_bytes(struct.pack("<Q", len(header)) + header + data)
-
-
-def test_parameters_are_counted_from_a_whole_shard(tmp_path):
-    header = json.dumps({"w": ENTRY, "__metadata__": {"format": "pt"}}).encode()
-    write_shard(tmp_path / "model.safetensors", header)
-    assert read_weights(facts(path=tmp_path)).dense == 6
-
-
-@pytest.mark.parametrize(
-    "header",
-    [
-        b"[]",
-        b'{"w": 3}',
-        json.dumps({"w": {**ENTRY, "data_offsets": None}}).encode(),
-        json.dumps({"w": {**ENTRY, "data_offsets": [24, 0]}}).encode(),
-        json.dumps({"w": {**ENTRY, "data_offsets": [0, 48]}}).encode(),
-        json.dumps({"w": {**ENTRY, "shape": [2, -3]}}).encode(),
-        b'{"w": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
-        b"{\xff}",
-    ],
-)
-def test_a_damaged_header_names_its_file(header, tmp_path):
-    write_shard(tmp_path / "model.safetensors", header)
-    with pytest.raises(ValueError, match="model.safetensors: not a whole"):
-        read_weights(facts(path=tmp_path))
-
-
-@pytest.mark.parametrize(
-    "index",
-    [
-        "[]",
-        "{}",
-        '{"weight_map": []}',
-        '{"weight_map": {"w": ["model.safetensors"]}}',
-        "[" * 100_000 + "]" * 100_000,
-    ],
-)
-def test_a_damaged_index_names_its_file(index, tmp_path):
-    (tmp_path / "model.safetensors.index.json").write_text(index)
-    with pytest.raises(ValueError, match="index.json: not an index of weights"):
-        read_weights(facts(path=tmp_path))

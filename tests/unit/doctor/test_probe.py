@@ -12,17 +12,17 @@ from r3train.config.hf_facts import read_hf_facts
 from r3train.doctor import probe
 from r3train.doctor.finding import OK, PROBLEM
 from r3train.doctor.judgement import FLOAT32, judge_routes, shortfall
-from r3train.doctor.model_checks import Weights, read_weights
 from r3train.doctor.reference import _scores, load_reference
-from r3train.verify.tiny import build
 from r3train.families import TINY_NAMES
+from r3train.families.published import PUBLISHED
 from r3train.families.tiny_options import TinyOptions
+from r3train.launch.estimate import Model
+from r3train.verify.tiny import build
 from tests.hf_reference import HfReference
 from tests.unit.doctor_setups import config_of
 
 GIB = 1 << 30
-# Qwen3-30B-A3B
-LARGE = Weights(1_540_000_000, 28_990_000_000)
+LARGE = Model(read_hf_facts(PUBLISHED / "Qwen3-30B-A3B"))
 
 
 def test_a_model_of_30_billion_does_not_fit_one_gpu_and_says_by_how_much(tiny):
@@ -67,8 +67,8 @@ def test_nothing_is_built_for_a_model_without_room(tiny, monkeypatch):
     monkeypatch.setattr(probe, "load_reference", built)
     (found,) = probe.probe_engines(config_of(tiny), 1 << 20)
     assert found.level == PROBLEM and found.text.startswith("not run: ")
-    weights = read_weights(read_hf_facts(tiny / "model"))
-    assert probe.no_room(config_of(tiny), weights, 80 * GIB, 8 * GIB) is None
+    model = Model(read_hf_facts(tiny / "model"))
+    assert probe.no_room(config_of(tiny), model, 80 * GIB, 8 * GIB) is None
 
 
 FAMILIES = [name for name in TINY_NAMES if name != "kimi_k2"]  # deepseek_v3 with one group

@@ -89,7 +89,7 @@ def test_a_dry_run_without_torchrun_says_what_would_run(tiny):
     assert refused.exit_code == 2 and "torchrun has started 2 ranks" in words(refused)
 
 
-def test_a_dry_run_estimates_every_rank_its_servers_and_a_step(tiny):
+def test_a_dry_run_estimates_every_rank_and_its_servers(tiny):
     pipeline = (
         *("--pipeline-model-parallel-size", "2", "--expert-model-parallel-size", "1"),
         *("--sglang-tp-size", "1", "--rollout-max-context-len", "60"),
@@ -104,20 +104,53 @@ def test_a_dry_run_estimates_every_rank_its_servers_and_a_step(tiny):
     assert last.startswith("# rank 1 (layers 3 to 4): weights ") and "logits 0 B" not in last
     found = "\n".join(lines)
     for text in (
-        "a GPU of 40 GB is 37.3 GiB",
+        "2 GPUs of 40 GB (37.3 GiB) train",
+        "of the fullest rank by topology",
         "routes on the host of rank 0: 8 B per token",
         "evidence on disk, below the run directory: at most ",
         "each server, of 1 GPU: weights",
         "a pool of 8,192 tokens; 128 requests",
         "assumed: --sglang-tp-size; 0.30 of 37.3 GiB",
-        "a rollout: generation ",
-        "generation and training at the same time",
     ):
         assert text in found, found
     assert "estimated" not in start(tiny, "--dry-run").stdout
     refused = start(tiny, "--dry-run", "--gpu-memory-gb", "40")
     assert refused.exit_code == 2
     assert "gpu_memory_gb has no effect without --estimate" in words(refused)
+
+
+def test_an_estimate_needs_no_weights_tokenizer_prompts_and_servers(tmp_path, monkeypatch):
+    """They become notes; a setting that is wrong, or does not go with the model, is refused as ever."""
+    monkeypatch.chdir(tmp_path)
+    recipe = str(ROOT / "configs/qwen3_30b_a3b.toml")
+    environment = {"RANK": None, "WORLD_SIZE": None, "LOCAL_WORLD_SIZE": None}
+
+    def dry_run(*flags):
+        given = ["--config", recipe, "--dry-run", "--world-size", "8", *flags]
+        return CliRunner().invoke(train_async.main, given, env=environment)
+
+    result = dry_run("--estimate", "--rollout-external-engine-addrs", "127.0.0.1:9")
+    assert result.exit_code == 0, result.output
+    for text in (
+        "# a run is refused here: 127.0.0.1:9: does not answer",
+        "# a run is refused here: models/Qwen3-30B-A3B: no such checkpoint directory",
+        "Qwen3-30B-A3B's published config.json counts",
+        "68.3 GiB at the peak, 92% of a GPU",
+    ):
+        assert text in result.stdout, result.stdout
+    apart = ("--rollout-external-engine-addrs", "127.0.0.1:9")
+    split = ("--expert-tensor-parallel-size", "2", "--expert-model-parallel-size", "4")
+    for flags, said in (
+        ((), "models/Qwen3-30B-A3B: no such checkpoint directory"),
+        (("--estimate", "--lr", "-1"), "greater than or equal to 0"),
+        (("--estimate", "--global-batch-size", "100"), "does not divide by global_batch_size"),
+        (("--estimate", "--rm-type", "nothing"), "nothing"),
+        (("--estimate", "--pipeline-model-parallel-size", "5"), "does not divide by"),
+        (("--estimate", "--hf-checkpoint", "models/x"), "models/x/config.json: no such file"),
+        (("--estimate", "--hf-checkpoint", "models/gpt-oss-20b", *split), "experts have biases"),
+    ):
+        result = dry_run(*apart, *flags)
+        assert result.exit_code == 2 and said in words(result), result.output
 
 
 def test_the_first_line_comes_before_torch_is_imported():
@@ -711,9 +744,8 @@ def test_conversations_that_are_too_long_are_dropped_with_a_warning(tiny, tmp_pa
     estimated = CliRunner().invoke(train_async.main, [*flags, "--estimate"], env=environment)
     lines = estimated.stdout.splitlines()
     assert "# 1 conversations of 6 to 6 tokens, median 6" in lines
-    (rollout,) = (line for line in lines if line.startswith("# a rollout: "))
-    assert rollout.endswith(" s") and "generation" not in rollout  # nothing is generated
-    assert any("32 samples of 6 tokens, the longest there can be" in line for line in lines)
+    assert any("at the peak" in line for line in lines)
+    assert not any("each server" in line for line in lines)  # nothing is generated
     flags += ["--overlong-prompts", "error"]
     result = CliRunner().invoke(train_async.main, flags, env=environment)
     assert result.exit_code == 2 and "at most 16 fit (rollout_max_response_len)" in words(result)

@@ -1,0 +1,519 @@
+"""Bytes that a run takes, from its settings and the model's config.json alone: ranks, servers, host, disk.
+
+Parameters, their shapes and who splits them are those of the family's weight table.  Nothing here was measured on
+a GPU: tests/rehearsal counts the same on Megatron's own modules, buffers and shards of the real size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass
+from functools import cached_property, reduce
+from math import ceil, inf, prod
+
+from r3train.config import RunConfig
+from r3train.config.hf_facts import HfModelFacts, load_model_config
+from r3train.config.lora_settings import LoraSection
+from r3train.data.rotated_files import PART_BYTES
+from r3train.families import FAMILIES, weights_of
+from r3train.families.weights import OUTPUT_LAYER, ModelWeights, Weight
+from r3train.launch.gpus import server_size
+from r3train.routing.layers import layers_by_stage, recomputed_moe_layers
+from r3train.types import is_checked
+
+GIGA = 10**9
+# of a server's GPU before it loads anything: CUDA's context, NCCL's buffers
+SERVER_BYTES = 2 << 30
+_MOST_TP = 64
+# most tokens of a prefill by a GPU's size, and what SGLang leaves for graphs and parallel ranks
+_PREFILL_TOKENS = ((20 << 30, 2048), (60 << 30, 4096), (160 << 30, 8192), (inf, 16384))
+_TOKEN_BYTES = 3 << 19
+_GRAPHS_BYTES = 3 << 30
+# tokens in SGLang's pool of a sliding window's layers for one in that of the others (--sglang-swa-full-tokens-ratio)
+_WINDOW_SHARE = 0.8
+# of a record and of its two log lines, as they are and compressed: of Qwen3-30B-A3B at 16 microbatches
+_RECORD_BYTES, _RECORD_COMPRESSED = 750, 75
+_LINES_BYTES, _LINES_COMPRESSED = 300, 12
+# of the rows that a layer's experts get, at its peak next to what is kept: counted at real size
+_ROUTED_COPIES = 3.5
+# of a layer's input: gradients on their way through the layers, and messages of the stages on both sides
+_ON_THE_WAY = 3
+# of a parameter whose optimizer is on the host (Adam and --bf16 only): weight, moments and gradient in float32
+OFFLOADED_BYTES = 16
+
+
+def amount(num_bytes: float) -> str:
+    """Bytes for a reader: "512 B", "3.4 GiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} TiB"
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Numbers of parameters: those that tensor ranks split, those that each has whole, and experts'.
+
+    ``adapter_dense``, ``adapter_expert``: of the adapters that LoRA puts on them.
+    """
+
+    split: int = 0
+    whole: int = 0
+    expert: int = 0
+    adapter_dense: int = 0
+    adapter_expert: int = 0
+
+    def __add__(self, other: Parameters) -> Parameters:
+        return Parameters(*map(sum, zip(astuple(self), astuple(other))))
+
+    @property
+    def total(self) -> int:
+        """The model's own."""
+        return self.split + self.whole + self.expert
+
+    @property
+    def adapters(self) -> int:
+        return self.adapter_dense + self.adapter_expert
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer's parameters, and numbers that it keeps of one token."""
+
+    parameters: Parameters
+    values: int  # that its matrices take and give, of experts those as wide as an expert only
+    attended: int  # queries and keys that attention keeps next to them
+    keys: int  # of the key-value cache, which servers split
+    latent: int  # of latent attention's cache, of which each GPU has all
+
+
+class Model:
+    """A checkpoint's facts and its weight table, each layer counted once."""
+
+    def __init__(self, hf: HfModelFacts, lora: LoraSection = LoraSection()):
+        self.hf, self.lora, self.table = hf, lora, weights_of(hf)
+        layers = range(hf.num_hidden_layers)
+        self.layers = [self._layer(self.table, layer_id) for layer_id in layers]
+
+    @cached_property
+    def total(self) -> Parameters:
+        """The whole model's; a tied output layer counts once."""
+        return self.of_stage(range(1, len(self.layers) + 1), is_first=True, is_last=True)
+
+    def of_stage(self, layers: Iterable[int], *, is_first: bool, is_last: bool) -> Parameters:
+        """Count a pipeline stage's: of its layers (1-based), of the embedding, of the norm and output layer."""
+        found = reduce(Parameters.__add__, (self.layers[n - 1].parameters for n in layers), _NONE)
+        embedding, norm, output = self.table.table.of_model
+        if is_first:
+            found += self._parameters([embedding], "")
+        if is_last:
+            found += self._parameters([norm], "")
+        if is_last and not (is_first and self.table.tied):  # a tied stage of its own has a copy
+            found += self._parameters([output], "")
+        return found
+
+    def _parameters(self, weights: Iterable[Weight], prefix: str) -> Parameters:
+        found = dict.fromkeys(Parameters.__dataclass_fields__, 0)
+        for weight in weights:
+            kind = "expert" if weight.of_expert else "split" if weight.sharded else "whole"
+            adapter = "adapter_expert" if weight.of_expert else "adapter_dense"
+            for tensor, shape in zip(weight.disk, self.table.shapes_of(weight)):
+                each = self.table.sizes["experts"] if "{e}" in tensor.name else 1
+                found[kind] += each * prod(shape)
+                if self.lora.enabled and weight.lora and self.lora.targets([prefix + tensor.name]):
+                    *experts, rows, columns = shape
+                    found[adapter] += self.lora.lora_rank * each * prod(experts) * (rows + columns)
+        return Parameters(**found)
+
+    def _layer(self, table: ModelWeights, layer_id: int) -> Layer:
+        weights, values, topk = table.of_layer(layer_id), 0, self.hf.num_experts_per_tok
+        rows: dict[str, int] = {}  # of attention's tensors
+        for weight in weights:
+            for tensor, shape in zip(weight.disk, table.shapes_of(weight)):
+                rows[tensor.name.removeprefix("self_attn.")] = shape[0]
+                if not weight.columns:  # vectors keep nothing
+                    continue
+                if (
+                    weight.of_expert
+                ):  # a token's input of all its experts counts once, with what is sent
+                    values += topk * (sum(shape[-2:]) - self.hf.hidden_size)
+                else:
+                    values += sum(shape[:2])
+        keys = rows.get("k_proj.weight", 0) + rows.get("v_proj.weight", 0)
+        return Layer(
+            self._parameters(weights, table.layer_prefix(layer_id)),
+            *(values, _attended(rows), keys, rows.get("kv_a_proj_with_mqa.weight", 0)),
+        )
+
+
+_NONE = Parameters()
+
+
+def _attended(rows: Mapping[str, int]) -> int:
+    """Numbers of queries and keys that attention keeps next to its matrices' outputs; rows: of its tensors.
+
+    A norm of each head keeps as many; one over all heads keeps float32 too.  Of its 5
+    numbers one is fitted: with 4 a rank of MiniMax-M2 took more than its estimate.
+    """
+    if "k_proj.weight" not in rows:  # of MLA's low ranks
+        return 0
+    queries, keys = rows["q_proj.weight"], rows["k_proj.weight"]
+    norm = rows.get("q_norm.weight")
+    if norm is None:
+        return queries + keys
+    return (queries + keys) * (5 if norm == queries else 2)
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes that a rank holds between microbatches."""
+
+    weights: float  # where it computes; so are the next two
+    gradients: float
+    optimizer: float
+    reference: float  # on the host: KL reference, teacher, and the actor meanwhile
+    offloaded: float  # on the host: the optimizer's state there (optimizer_cpu_offload)
+
+    @property
+    def rank(self) -> float:
+        return self.weights + self.gradients + self.optimizer
+
+
+@dataclass(frozen=True)
+class StageRanks:
+    """Bytes of each rank of one pipeline stage; the ranks of a stage hold alike."""
+
+    ranks: range
+    layers: tuple[int, ...]  # 1-based
+    held: Held
+    activations: float  # of the microbatches in flight, all the time
+    layer: float  # one layer's backward pass, with its forward pass where it is recomputed
+    logits: float  # and the loss, whose backward pass is over before that of a layer begins
+    update: float  # buckets of a weight update, when those of passes are gone
+
+    @property
+    def passes(self) -> float:
+        return self.activations + max(self.layer, self.logits)
+
+    @property
+    def total(self) -> float:
+        return self.held.rank + max(self.passes, self.update)
+
+
+def stages(config: RunConfig, model: Model, world_size: int) -> list[StageRanks]:
+    """Bytes of the ranks of every pipeline stage.  Source of their order: Megatron-Core's tp-cp-ep-dp-pp.
+
+    Raises ValueError for ranks or layers that do not divide over the stages.
+    """
+    pp = config.parallel.pipeline_model_parallel_size
+    if world_size % pp:
+        raise ValueError(
+            f"world size {world_size} does not divide by pipeline_model_parallel_size {pp}"
+        )
+    # distributed: two buckets, and the tensors of a third
+    buckets = {"distributed": 3.0, "disk": 0.0, "shared_memory": 1.0}
+    update = buckets[config.trainer.update_weight_transfer_mode] if config.has_engines else 0.0
+    update *= config.trainer.update_weight_buffer_size
+    of_stages, each = layers_by_stage(config.parallel, model.hf), world_size // pp
+    held = sum(len(chunk) for chunks in of_stages for chunk in chunks)
+    if held != len(model.layers):
+        raise ValueError(
+            f"the pipeline stages hold {held} layers, {model.hf.path} has {len(model.layers)}"
+        )
+    found = []
+    for number, chunks in enumerate(of_stages):
+        is_last = number == pp - 1
+        layers = tuple(layer for chunk in chunks for layer in chunk)
+        parameters = model.of_stage(layers, is_first=number == 0, is_last=is_last)
+        kept, layer = activation_bytes(config, model, number, chunks, has_head=is_last)
+        found.append(
+            StageRanks(
+                ranks=range(number * each, (number + 1) * each),
+                layers=layers,
+                held=_held(config, parameters, world_size),
+                activations=kept,
+                layer=layer,
+                logits=logits_bytes(config, model.hf.vocab_size) if is_last else 0.0,
+                update=min(update, model.total.total * value_bytes(config)),
+            )
+        )
+    return found
+
+
+def value_bytes(config: RunConfig) -> int:
+    """Bytes of a weight, and of an activation."""
+    return 2 if config.model.bf16 else 4
+
+
+def _held(config: RunConfig, parameters: Parameters, world_size: int) -> Held:
+    """Mixed precision keeps float32 masters, gradients and two moments next to bfloat16 weights.
+
+    With LoRA the adapters have them and the weights have none.  Of an adapter about a half is on every
+    tensor rank; all of it is counted.  ``optimizer_overrides`` take less, or the host's.
+    """
+    parallel, value = config.parallel, value_bytes(config)
+    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    ep, etp = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size
+    dense = parameters.split / tp + parameters.whole
+    expert = parameters.expert / (ep * etp)
+    weights = (dense + expert) * value
+    gradient, state, on_host = optimizer_bytes(config)
+    ways = expert_ways = 1
+    if parallel.use_distributed_optimizer:
+        ways = max(1, world_size // (tp * pp))  # context parallelism shards it too
+        expert_ways = max(1, world_size // parallel.expert_ranks)
+    references = config.algorithm.needs_reference and not config.reference_is_base
+    copies = references + config.algorithm.holds_teacher
+    reference = (copies + 1.0 if copies else 0.0) * weights
+    if config.lora.enabled:
+        dense, expert = parameters.adapter_dense, parameters.adapter_expert / ep
+        weights += (dense + expert) * value
+    sharded = dense / ways + expert / expert_ways
+    gradients = (dense + expert) * gradient
+    return Held(weights, gradients, state * sharded, reference, on_host * sharded)
+
+
+def _master_and_moments(config: RunConfig) -> int:
+    """Bytes per parameter of Megatron's own choice, float32 throughout."""
+    return (8 if config.trainer.optimizer == "adam" else 0) + (4 if config.model.bf16 else 0)
+
+
+def optimizer_bytes(config: RunConfig) -> tuple[float, float, float]:
+    """Bytes per parameter: its gradient, its state where the rank computes, and its state on the host."""
+    given, state = config.trainer.optimizer_overrides, _master_and_moments(config)
+    sizes = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+    gradient = sizes[str(given.get("main_grads_dtype", "fp32"))]
+    if given.get("optimizer_cpu_offload"):  # all of it is on the host, in float32, with a gradient
+        return gradient, 0.0, OFFLOADED_BYTES
+    if given.get("use_precision_aware_optimizer"):
+        moments = ("exp_avg_dtype", "exp_avg_sq_dtype")
+        state = sum(sizes[str(given.get(name, "fp32"))] for name in moments)
+        main = sizes[str(given.get("main_params_dtype", "fp32"))]
+        # Transformer Engine keeps the half of a float32 that the bfloat16 weight does not have
+        is_half = config.model.bf16 and main == 4 and given.get("store_param_remainders", True)
+        state += 2 if is_half else main
+    return gradient, state, 0.0
+
+
+def training_checkpoint_bytes(config: RunConfig, model: Model) -> float:
+    """Bytes of one training checkpoint."""
+    trained = model.total.adapters if config.lora.enabled else model.total.total
+    return trained * (value_bytes(config) + _master_and_moments(config))
+
+
+def logits_bytes(config: RunConfig, vocab_size: int) -> float:
+    """Bytes of the longest microbatch's logits on one rank, with the float32 chunks of the loss."""
+    rows, chunk = config.trainer.max_tokens_per_gpu, config.trainer.log_probs_chunk_size
+    width = vocab_size / config.parallel.tensor_model_parallel_size
+    at_once = min(rows, chunk) if chunk > 0 else rows
+    copies = 5 if config.algorithm.entropy_coef else 4
+    return width * (rows * value_bytes(config) + copies * at_once * 4)
+
+
+def activation_bytes(
+    config: RunConfig,
+    model: Model,
+    stage: int,
+    chunks: Sequence[tuple[int, ...]],
+    *,
+    has_head: bool,
+) -> tuple[float, float]:
+    """Bytes that autograd keeps of the microbatches in flight on a rank of this stage, and those of one layer.
+
+    A layer that is recomputed keeps its input only; its matrices' are there one such layer at a time, with what
+    its backward pass makes.  Attention keeps no scores.  The head's input is gathered from the tensor ranks.
+    """
+    parallel, settings, tokens = config.parallel, config.model, config.trainer.max_tokens_per_gpu
+    tp, width = parallel.tensor_model_parallel_size, model.hf.hidden_size * value_bytes(config)
+    layer_input = tokens / tp * width
+    sizes = {layer: layer_bytes(config, model, layer) for chunk in chunks for layer in chunk}
+    whole = {layer: of_it for layer, (of_it, _) in sizes.items()}
+    made = max((in_passing for _, in_passing in sizes.values()), default=0.0)
+    kept, at_once = 0.0, 0.0
+    for chunk in chunks:
+        if has_head and chunk is chunks[-1]:  # earlier stages free their output after sending
+            kept += layer_input
+        if settings.recompute_granularity == "full":
+            count = settings.recompute_num_layers or 1
+            if settings.recompute_method == "uniform":
+                kept += ceil(len(chunk) / count) * layer_input
+                at_once = max(at_once, count * max((whole[n] for n in chunk), default=0.0))
+                continue
+            again, others = chunk[:count], sum(whole[n] for n in chunk[count:])
+            kept += len(again) * layer_input + others
+            # after the others, of which nothing is left then
+            at_once = max(at_once, max((whole[n] for n in again), default=0.0) - others)
+        else:  # modules that are recomputed (selective) are counted as if they were kept
+            kept += sum(whole[n] for n in chunk)
+    kept = kept * _in_flight(config, stage) + _ON_THE_WAY * layer_input
+    if has_head and tp > 1:
+        kept += tokens * width
+    # rotary positions of MLA: each layer makes its own, and 32 of them stay (Megatron-Core 0.16.1, get_emb)
+    latent = [n for n in whole if model.layers[n - 1].latent]
+    if latent:
+        kept += len(latent[:32]) * tokens * model.table.sizes["rope"] * 4
+    return kept, at_once + made
+
+
+def layer_bytes(config: RunConfig, model: Model, layer: int) -> tuple[float, float]:
+    """Return one layer's bytes (1-based): saved for its backward pass, and temporary.
+
+    Temporary: gradients of gate and up, or copies of rows on their way to their experts and back, or what the
+    backward pass of experts makes, whose own width may be several times that of the model: of down the gradients of its output,
+    its input and all its weights here; then that of gate and up, when down's input is gone.
+    """
+    hf, sizes, value = model.hf, model.table.sizes, value_bytes(config)
+    rows = config.trainer.max_tokens_per_gpu / config.parallel.tensor_model_parallel_size
+    kept = rows * (model.layers[layer - 1].values + model.layers[layer - 1].attended) * value
+    if layer not in hf.moe_layer_numbers:
+        return kept, rows * 2 * sizes["mlp"] * value
+    kept += rows * hf.num_experts * 3 * 4  # router logits, scores and probabilities in float32
+    routed, expert = rows * hf.num_experts_per_tok * value, sizes["expert"]
+    kept += routed * (hf.hidden_size + FAMILIES[hf.model_type].activation_steps * expert)
+    down = hf.num_experts * expert * hf.hidden_size * value
+    down /= config.parallel.expert_model_parallel_size
+    of_experts = max(routed * (expert + hf.hidden_size) + down, routed * 2 * expert)
+    return kept, max(routed * _ROUTED_COPIES * hf.hidden_size, of_experts)
+
+
+def _in_flight(config: RunConfig, stage: int) -> float:
+    """Microbatches whose activations a stage holds at once; of a virtual pipeline the share of its chunks.
+
+    Source: Megatron-Core 0.16.1, ``schedules.get_pp_rank_microbatches``.
+    """
+    pp = config.parallel.pipeline_model_parallel_size
+    vpp = config.parallel.virtual_pipeline_model_parallel_size
+    if vpp is None:
+        return pp - stage
+    return ((pp - stage - 1) * 2 + (vpp - 1) * pp + 1) / vpp
+
+
+@dataclass(frozen=True)
+class ServerEstimate:
+    """One server: its GPUs, bytes on each of them, and tokens of its KV pool."""
+
+    gpus: int
+    is_given: bool  # the configuration says how many GPUs
+    weights: float  # bytes of a GPU
+    token_bytes: float  # of the pool, of a GPU
+    pool_tokens: int
+    in_flight: int  # requests, as the run sends them
+    needed_tokens: int  # of all of these at their full length
+
+
+def estimate_server(
+    config: RunConfig, model: Model, gpu_bytes: float, longest_prompt: int | None = None
+) -> ServerEstimate:
+    """One server of the run: those of several GPUs split weights and keys, and every GPU has all of MLA's."""
+    rollout, value = config.rollout, value_bytes(config)
+    weights = model.total.total * value
+    budget = server_fraction(config, gpu_bytes) * gpu_bytes - SERVER_BYTES
+    gpus, is_given = server_size(rollout.sglang), True
+    if gpus is None:  # the fewest that leave a third of their room to the pool
+        gpus, is_given = 1, False
+        while weights / gpus > budget * 2 / 3 and gpus < _MOST_TP:
+            gpus *= 2
+    split, shares = min(gpus, model.hf.num_key_value_heads), _pool_shares(config, model)
+    token_bytes = value * sum(
+        (layer.latent + layer.keys / split) * share for layer, share in zip(model.layers, shares)
+    )
+    pool = max(0, int((budget - weights / gpus) / token_bytes)) if token_bytes else 0
+    if type(most := rollout.sglang.get("max_total_tokens")) is int:
+        pool = min(pool, most)
+    servers = len(rollout.rollout_external_engine_addrs) or rollout.rollout_num_engines
+    tokens = rollout.most_in_flight * longest_sample(config, model.hf, longest_prompt)
+    return ServerEstimate(
+        *(gpus, is_given, weights / gpus, token_bytes, pool),
+        in_flight=ceil(rollout.most_in_flight / servers),
+        needed_tokens=ceil(tokens / servers),
+    )
+
+
+def _pool_shares(config: RunConfig, model: Model) -> list[float]:
+    """Tokens that the pool holds in each layer for one token in the layers of full attention.
+
+    Source: SGLang 0.5.23, ``HybridSWAPoolConfigurator``: layers of a sliding window have a smaller pool.
+    """
+    flags = config.rollout.sglang
+    of_window = flags.get("swa_full_tokens_ratio") or _WINDOW_SHARE
+    if flags.get("disable_hybrid_swa_memory") or type(of_window) is not float:
+        of_window = 1.0
+    types = load_model_config(model.hf.path).get("layer_types") or []
+    slides = ["sliding" in kind for kind in types[: len(model.layers)]]
+    slides += [False] * (len(model.layers) - len(slides))
+    return [of_window if one and not all(slides) else 1.0 for one in slides]
+
+
+def server_fraction(config: RunConfig, gpu_bytes: float) -> float:
+    """The part of a GPU of this size that SGLang gives to weights and pool.
+
+    Source: SGLang 0.5.23, ``handle_gpu_memory_settings``: it leaves out 1.5 MiB for each token of a prefill, of
+    which a larger GPU has more, and what graphs and parallel ranks need: 1.2 to 4.6 GiB in our recipes.
+    """
+    tokens = next(tokens for below, tokens in _PREFILL_TOKENS if gpu_bytes < below)
+    default = max(0.0, 1 - (tokens * _TOKEN_BYTES + _GRAPHS_BYTES) / gpu_bytes)
+    given = [v for k, v in config.rollout.sglang.items() if "mem_fraction_static".startswith(k)]
+    try:
+        return float(given[0]) if given else default
+    except (TypeError, ValueError):
+        return default  # SGLang refuses such a flag itself
+
+
+def longest_sample(config: RunConfig, hf: HfModelFacts, prompt: int | None = None) -> int:
+    """Tokens of the longest sample that a rollout can have.
+
+    prompt: tokens of the longest prompt, None where it is not known.
+    """
+    context = config.rollout.rollout_max_context_len or hf.max_position_embeddings
+    if prompt is None:
+        prompt = config.rollout.rollout_max_prompt_len or context
+    return min(context, config.rollout.longest_sample(prompt))
+
+
+def route_text(config: RunConfig, hf: HfModelFacts) -> str:
+    """Bytes of the routes of a token, of the longest sample, and of a rollout of such samples."""
+    tokens, slots = longest_sample(config, hf), hf.num_hidden_layers * hf.num_experts_per_tok
+    row = slots * hf.route_shape.dtype.itemsize
+    sample, on_wire = (tokens - 1) * row, (tokens - 1) * slots * 4 * 4 // 3  # int32 in base64
+    return (
+        f"{row} B per token; a sample of {tokens} tokens {amount(sample)} ({amount(on_wire)} on the "
+        f"wire); at most {amount(sample * config.samples_per_rollout)} a rollout on rank 0"
+    )
+
+
+def evidence_bytes(config: RunConfig, hf: HfModelFacts, world_size: int) -> tuple[float, float]:
+    """Bytes of the whole run's R3 evidence and its log lines: summed, and of every call.
+
+    Of every call their number depends on how samples fill microbatches; it is that of full-length samples.
+    """
+    parallel, steps = config.parallel, checked_steps(config)
+    recomputed = recomputed_moe_layers(parallel, config.model, hf)
+    places = len(hf.moe_layer_numbers) * len(config.replay_passes) + len(recomputed)
+    sums = places * (world_size // parallel.pipeline_model_parallel_size) * steps
+    samples = ceil(config.samples_per_step / max(1, world_size // parallel.dense_ranks))
+    tokens = config.trainer.max_tokens_per_gpu * parallel.context_parallel_size
+    microbatches = ceil(samples / max(1, tokens // longest_sample(config, hf)))
+    calls = sums * config.steps_per_rollout * microbatches
+    latest = world_size * PART_BYTES
+    summed = sums * (_RECORD_COMPRESSED + _LINES_COMPRESSED)
+    summed += min(latest, sums * _RECORD_BYTES) + min(latest, sums * _LINES_BYTES)
+    return summed, calls * (_RECORD_COMPRESSED + _LINES_BYTES) + min(latest, calls * _RECORD_BYTES)
+
+
+def checked_steps(config: RunConfig) -> int:
+    """Rollouts whose replay is proved (--r3-check-interval)."""
+    interval = config.replay.r3_check_interval
+    return sum(is_checked(n, interval) for n in range(config.rollout.num_rollout))
+
+
+def evidence_text(config: RunConfig, hf: HfModelFacts, world_size: int) -> str:
+    """Words for ``evidence_bytes``."""
+    summed, whole = evidence_bytes(config, hf, world_size)
+    of = f"of {checked_steps(config):,} steps on {world_size} ranks"
+    if config.sums_evidence:
+        return f"about {amount(summed)} {of}, summed"
+    return (
+        f"at most {amount(whole)} {of}, a record and two log lines a router call;"
+        f" {amount(summed)} with --r3-evidence summed"
+    )

@@ -1,0 +1,259 @@
+"""``r3train estimate``: what a recipe will hold, and the topologies of so many GPUs that fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import click
+
+from r3train.config import RunConfig
+from r3train.config.hf_facts import read_hf_facts
+from r3train.config.options import parse_train_flags, usage_errors
+from r3train.config.sources import ConfigError
+from r3train.families.checks import check_family
+from r3train.families.published import config_directory
+from r3train.launch.estimate import (
+    GIGA,
+    SERVER_BYTES,
+    Model,
+    StageRanks,
+    amount,
+    estimate_server,
+    evidence_text,
+    route_text,
+    server_fraction,
+    stages,
+    training_checkpoint_bytes,
+    value_bytes,
+)
+from r3train.launch.recipes import recipe_path
+from r3train.launch.topologies import MARGIN, Fit, fullest_rank, search
+
+# of an H100 with 80 GB
+_GPU_GB = 80.0
+_SHOWN = 5
+
+
+@click.command(context_settings={"ignore_unknown_options": True})
+@click.argument("recipe")
+@click.option("--gpus", type=click.IntRange(1), help="GPUs that train.  [default: --world-size]")
+@click.option(
+    "--gpu-memory-gb",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Memory of a GPU in 10^9 bytes.  [default: the recipe's gpu_memory_gb, or 80]",
+)
+@click.argument("flags", nargs=-1, type=click.UNPROCESSED)
+def estimate(
+    recipe: str, gpus: int | None, gpu_memory_gb: float | None, flags: tuple[str, ...]
+) -> None:
+    """Say what a run of RECIPE will hold, from config.json alone, and which topologies fit.
+
+    RECIPE is a TOML file or a recipe's bare name, such as qwen3_30b_a3b; FLAGS (--lora-rank and others) are
+    train_async.py's.  It reads no weights, tokenizer or prompts, asks no server, and needs no GPU.  Exit code: 0 if a
+    topology fits, 1 if none does, 2 wrong usage.
+    """
+    with usage_errors():
+        given = ["--config", str(recipe_path(recipe)), *flags]
+        config = parse_train_flags(given, prog_name="estimate")
+        world_size = gpus or config.run.world_size
+        if world_size is None:
+            raise ConfigError(f"--gpus is required: {recipe} does not say how many GPUs train")
+        gpu_bytes = (gpu_memory_gb or config.run.gpu_memory_gb or _GPU_GB) * GIGA
+        model, notes = find_model(config)
+        fits, is_fit = _search(config, model, world_size, gpu_bytes)
+        lines = [*notes, *_lines(config, model, world_size, gpu_bytes, fits if is_fit else [])]
+    click.echo("\n".join(lines))
+    if not is_fit:
+        raise click.ClickException(_nothing_fits(world_size, gpu_bytes, fits[0]))
+
+
+def find_model(config: RunConfig) -> tuple[Model, list[str]]:
+    """Return the model of a configuration, and notes; raises ValueError where no config.json is known."""
+    directory, note = config_directory(config.model.hf_checkpoint)
+    hf = read_hf_facts(directory)
+    check_family(hf)
+    return Model(hf, config.lora), [note] if note else []
+
+
+def dry_run_lines(
+    config: RunConfig, world_size: int, gpu_bytes: float, longest_prompt: int | None = None
+) -> Iterator[str]:
+    """Yield the estimate for a dry run (--estimate).
+
+    gpu_bytes: of the GPUs here, 0 without.  longest_prompt: its tokens, or a conversation's.
+    Raises ValueError where no config.json is known, and for settings that do not go with it.
+    """
+    given_gb = config.run.gpu_memory_gb
+    if given_gb is not None or not gpu_bytes:
+        gpu_bytes = (given_gb or _GPU_GB) * GIGA
+    model, notes = find_model(config)
+    fullest_rank(config, model, world_size)
+    fits, is_fit = _search(config, model, world_size, gpu_bytes)
+    yield from notes
+    yield from _lines(config, model, world_size, gpu_bytes, fits if is_fit else [], longest_prompt)
+    if not is_fit:
+        yield _nothing_fits(world_size, gpu_bytes, fits[0])
+
+
+def _search(
+    config: RunConfig, model: Model, world_size: int, gpu_bytes: float
+) -> tuple[list[Fit], bool]:
+    """Return topologies that fit, or the smallest, which does not; and which of the two."""
+    most = (1 - MARGIN) * gpu_bytes - _shared(config, gpu_bytes)
+    fits = search(config, model, world_size, most, _SHOWN)
+    return fits, fits[0].fullest.total <= most
+
+
+def _shared(config: RunConfig, gpu_bytes: float) -> float:
+    """Bytes that a server takes of a rank's GPU all the time (--sglang-base-gpu-id)."""
+    rollout = config.rollout
+    own = config.has_engines and not (rollout.rollout_external_engine_addrs or rollout.colocate)
+    shares = own and rollout.sglang.get("base_gpu_id") == 0
+    return server_fraction(config, gpu_bytes) * gpu_bytes if shares else 0.0
+
+
+def _nothing_fits(world_size: int, gpu_bytes: float, smallest: Fit) -> str:
+    return (
+        f"nothing fits {world_size} GPUs of {gpu_bytes / GIGA:,.0f} GB: the smallest needs"
+        f" {amount(smallest.fullest.total)} per rank ({smallest.name}), and {MARGIN:.0%} of a GPU is"
+        " left for CUDA, NCCL and fragments"
+    )
+
+
+def _lines(
+    config: RunConfig,
+    model: Model,
+    world_size: int,
+    gpu_bytes: float,
+    fits: list[Fit],
+    longest_prompt: int | None = None,
+) -> Iterator[str]:
+    total, hf = model.total, model.hf
+    yield (
+        f"{hf.model_type}: {total.total / GIGA:,.1f} billion parameters, {total.expert / GIGA:,.1f} of"
+        f" experts, {amount(total.total * value_bytes(config))} of weights"
+        + (f"; {total.adapters / GIGA:,.2f} billion of adapters" if config.lora.enabled else "")
+    )
+    yield (
+        f"{world_size} GPUs of {gpu_bytes / GIGA:,.0f} GB ({amount(gpu_bytes)}) train; estimated, nothing"
+        " of it measured (docs/gpu.md)"
+    )
+    rows = [_HEAD]
+    try:
+        own = fullest_rank(config, model, world_size)
+    except ConfigError as error:
+        yield from (f"this recipe's topology: {line}" for line in str(error).splitlines())
+    else:
+        yield from _rank_lines(config, stages(config, model, world_size), gpu_bytes)
+        rows.append(_row("this recipe", own, gpu_bytes))
+        fits = [fit for fit in fits if fit.name != own.name]
+    rows += [_row("fits", fit, gpu_bytes) for fit in fits]
+    yield "GiB of the fullest rank by topology; the best that fit, microbatches of as many tokens as here:"
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    for row in rows:
+        words = (
+            word.ljust(w) if i < 2 else word.rjust(w)
+            for i, (word, w) in enumerate(zip(row, widths))
+        )
+        yield "  " + "  ".join(words)
+    yield from _elsewhere(config, model, world_size)
+    if config.has_engines:
+        yield from _server_lines(config, model, gpu_bytes, longest_prompt)
+
+
+_HEAD = (
+    *("", "topology", "weights", "gradients", "optimizer", "activations", "peak", "of a GPU"),
+    "on the host",
+)
+
+
+def _row(mark: str, fit: Fit, gpu_bytes: float) -> tuple[str, ...]:
+    held, total = fit.fullest.held, fit.fullest.total
+    sizes = (held.weights, held.gradients, held.optimizer, total - held.rank, total)
+    share = f"{total / gpu_bytes:.0%}"
+    gib = [f"{size / 2**30:,.1f}" for size in (*sizes, held.offloaded + held.reference)]
+    return mark, fit.name, *gib[:-1], share, gib[-1]
+
+
+def _rank_lines(config: RunConfig, ranks: list[StageRanks], gpu_bytes: float) -> Iterator[str]:
+    for stage in ranks:
+        yield _stage_line(stage, gpu_bytes)
+    yield (
+        f"  assumed: microbatches of --max-tokens-per-gpu {config.trainer.max_tokens_per_gpu:,},"
+        " experts chosen alike, attention that keeps no scores; CUDA, NCCL and fragments on top,"
+        " 2 to 6 GiB"
+    )
+    held = ranks[0].held
+    if ranks[0].update > ranks[0].passes:
+        yield (
+            f"  an update of the servers' weights takes {amount(ranks[0].update)} (three of"
+            " --update-weight-buffer-size), more than activations and logits"
+        )
+    away = held.weights + held.optimizer if config.rollout.colocate else 0
+    for what, size in (
+        ("reference or teacher", held.reference),
+        ("optimizer", held.offloaded),
+        ("weights and optimizer while servers generate", away),
+    ):
+        if size:
+            yield f"on the host, a rank: {what} {amount(size)}"
+
+
+def _stage_line(stage: StageRanks, gpu_bytes: float) -> str:
+    ranks, layers, held = stage.ranks, stage.layers, stage.held
+    parts = {
+        "weights": held.weights,
+        "gradients": held.gradients,
+        "optimizer": held.optimizer,
+        "activations": stage.activations,
+        "a layer's backward": stage.layer,
+        "logits": stage.logits,
+    }
+    who = f"rank {ranks[0]}" if len(ranks) == 1 else f"each of ranks {ranks[0]} to {ranks[-1]}"
+    what = f"layers {layers[0]} to {layers[-1]}" if layers else "no layer"
+    listed = ", ".join(f"{name} {amount(size)}" for name, size in parts.items())
+    share = stage.total / gpu_bytes
+    verdict = "too much" if share > 1 else f"{share:.0%} of a GPU"
+    return f"{who} ({what}): {listed}; {amount(stage.total)} at the peak, {verdict}"
+
+
+def _elsewhere(config: RunConfig, model: Model, world_size: int) -> Iterator[str]:
+    """Yield what the host of rank 0 and the disk hold."""
+    hf, weights = model.hf, model.total.total * value_bytes(config)
+    if config.replay.use_rollout_routing_replay and hf.is_moe:
+        held = config.rollout.buffer_groups * config.rollout.n_samples_per_prompt
+        yield (
+            f"routes on the host of rank 0: {route_text(config, hf)}, the buffer may hold"
+            f" {held / config.samples_per_rollout:.2g} rollouts (--max-weight-staleness)"
+        )
+    if config.has_engines and config.trainer.update_weight_transfer_mode == "shared_memory":
+        yield f"weights for the servers, on the host of rank 0: {amount(weights)}"
+    if config.has_engines and config.trainer.update_weight_transfer_mode == "disk":
+        yield f"weights for the servers, below the run directory: {amount(2 * weights)}"
+    if config.r3_check_enabled and hf.is_moe:
+        text = evidence_text(config, hf, world_size)
+        yield f"evidence on disk, below the run directory: {text}"
+    if config.checkpoint.save is not None:
+        one = training_checkpoint_bytes(config, model)
+        # the new one is complete before the old one goes
+        kept = (config.checkpoint.save_keep_last or 2) + 1
+        yield f"a training checkpoint: {amount(one)}, {kept} of them {amount(kept * one)} on disk"
+
+
+def _server_lines(
+    config: RunConfig, model: Model, gpu_bytes: float, longest_prompt: int | None
+) -> Iterator[str]:
+    server = estimate_server(config, model, gpu_bytes, longest_prompt)
+    share = min(1.0, server.pool_tokens / server.needed_tokens)
+    verdict = "all fit" if share == 1 else f"{share:.0%} fit, the others wait"
+    where = "in turns with the ranks, " if config.rollout.colocate else ""
+    yield (
+        f"each server, {where}of {server.gpus} GPU{'s' * (server.gpus != 1)}: weights"
+        f" {amount(server.weights)} a GPU, a pool of {server.pool_tokens:,} tokens;"
+        f" {server.in_flight:,} requests at their full length need {server.needed_tokens:,}: {verdict}"
+    )
+    size = "--sglang-tp-size" if server.is_given else "the fewest GPUs that leave room for a pool"
+    yield (
+        f"  assumed: {size}; {server_fraction(config, gpu_bytes):.2f} of {amount(gpu_bytes)} for weights and"
+        f" pool, {amount(SERVER_BYTES)} of it for CUDA and NCCL; {amount(server.token_bytes)} a token"
+    )

@@ -1,0 +1,155 @@
+"""``r3train estimate``: from config.json only, and the topologies of so many GPUs that fit."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from r3train.cli import main
+from r3train.config import RunConfig
+from r3train.config.hf_facts import read_hf_facts
+from r3train.families.published import PUBLISHED
+from r3train.launch import topologies
+from r3train.launch.estimate import Model
+from r3train.launch.recipes import recipe_path
+from r3train.launch.topologies import fullest_rank, search
+
+
+def run(*words: str, code: int = 0) -> str:
+    result = CliRunner().invoke(main, ["estimate", *map(str, words)])
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+def of(name: str, model: str, **fields) -> tuple[RunConfig, Model]:
+    config = RunConfig.from_toml(recipe_path(name), fields)
+    return config, Model(read_hf_facts(PUBLISHED / model), config.lora)
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    """A directory without models, prompts and recipes."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_a_bare_name_and_two_numbers_are_enough():
+    output = run("qwen3_30b_a3b", "--gpus", 8, "--gpu-memory-gb", 80)
+    lines = output.splitlines()
+    assert "models/Qwen3-30B-A3B: not here; Qwen3-30B-A3B's published config.json" in lines[0]
+    assert "30.5 billion parameters, 29.0 of experts, 56.9 GiB of weights" in lines[1]
+    (own,) = [line.split() for line in lines if line.strip().startswith("this recipe ")]
+    assert own[2:5] == ["TP4", "EP8", "recompute"] and own[-3:] == ["68.3", "92%", "0.0"]
+    fits = [line for line in lines if line.strip().startswith("fits ")]
+    assert 1 <= len(fits) <= 5 and not any(" TP4 EP8 recompute  " in line for line in fits)
+    for text in (
+        "routes on the host of rank 0: 384 B",
+        "evidence on disk",
+        "each server, of 2 GPUs",
+    ):
+        assert text in output
+
+
+def test_a_topology_that_the_recipe_cannot_have_is_named_and_others_are_found():
+    output = run("qwen3_30b_a3b", "--gpus", 4, "--gpu-memory-gb", 80, "--lora-rank", 32)
+    assert "this recipe's topology: world size 4 does not divide by" in output
+    assert "1.69 billion of adapters" in output and "this recipe " not in output
+    assert "  fits  TP4 EP4 " in output
+
+
+def test_where_nothing_fits_the_smallest_is_named():
+    output = run("qwen3_30b_a3b", "--gpus", 8, "--gpu-memory-gb", 24, code=1)
+    assert "Error: nothing fits 8 GPUs of 24 GB: the smallest needs 23.0 GiB per rank" in output
+    assert "(TP8 EP8 recompute offload)" in output and "  fits " not in output
+
+
+def test_mistakes_are_wrong_usage(tmp_path):
+    assert "Did you mean qwen3_30b_a3b?" in run("qwen3_30b_a3", "--gpus", 8, code=2)
+    assert "--gpus is required: qwen3_30b_a3b" in run("qwen3_30b_a3b", code=2)
+    other = ("--hf-checkpoint", "models/none")
+    assert "models/none/config.json: no such file" in run(
+        "qwen3_30b_a3b", "--gpus", 8, *other, code=2
+    )
+    config = json.loads((PUBLISHED / "Qwen3-30B-A3B/config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "foo"}))
+    output = run("qwen3_30b_a3b", "--gpus", 8, "--hf-checkpoint", tmp_path, code=2)
+    assert "model_type 'foo' was not verified" in output
+    # of no topology
+    output = run("qwen3_30b_a3b", "--gpus", 8, "--global-batch-size", 100, code=2)
+    assert "does not divide by global_batch_size 100" in output
+    refused = ("--hf-checkpoint", "models/Qwen3-Next-80B-A3B", "--lora-rank", 8)
+    assert "lora" in run("qwen3_30b_a3b", "--gpus", 8, *refused, code=2)
+
+
+def test_a_checkpoints_own_config_json_counts(tmp_path):
+    own = json.loads((PUBLISHED / "Qwen3-30B-A3B/config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(own | {"num_hidden_layers": 24}))
+    output = run("qwen3_30b_a3b", "--gpus", 8, "--hf-checkpoint", tmp_path)
+    assert "not here" not in output and "15.6 billion parameters" in output
+
+
+def test_no_server_is_asked_and_torch_is_not_imported():
+    code = """
+import sys
+from click.testing import CliRunner
+from r3train.cli import main
+result = CliRunner().invoke(main, ["estimate", "qwen3_30b_a3b", "--gpus", "8"])
+assert result.exit_code == 0, result.output
+print([name for name in ("torch", "transformers", "sglang", "aiohttp") if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    "recipe, model, gpus",
+    [
+        ("qwen3_30b_a3b", "Qwen3-30B-A3B", 8),
+        ("gpt_oss_20b", "gpt-oss-20b", 8),
+        ("mixtral_8x7b", "Mixtral-8x7B", 16),
+        ("minimax_m2", "MiniMax-M2", 96),
+        ("deepseek_v3", "DeepSeek-V3", 256),
+    ],
+)
+def test_a_topology_that_is_found_fits_and_would_be_accepted(recipe, model, gpus):
+    config, found = of(recipe, model)
+    fits = search(config, found, gpus, 70e9, 5)
+    assert len({fit.name for fit in fits}) == len(fits) == 5
+    for fit in fits:
+        again = fullest_rank(fit.config, found, gpus)  # raises for one that would be refused
+        assert again.fullest.total == fit.fullest.total <= 70e9
+        sizes = fit.config.parallel, fit.config.trainer
+        longest = sizes[0].context_parallel_size * sizes[1].max_tokens_per_gpu
+        assert longest >= config.trainer.max_tokens_per_gpu
+
+
+def test_what_a_family_forbids_is_not_proposed():
+    """gpt-oss' experts are not split; a model of linear attention has no context parallelism."""
+    config, model = of("gpt_oss_20b", "gpt-oss-20b")
+    every = search(config, model, 64, 1e15, 10_000)
+    assert {fit.config.parallel.expert_tensor_parallel_size for fit in every} == {1}
+    assert max(fit.config.parallel.context_parallel_size for fit in every) > 1
+    hybrid = Model(read_hf_facts(PUBLISHED / "Qwen3-Next-80B-A3B"))
+    every = search(of("qwen3_30b_a3b", "Qwen3-30B-A3B")[0], hybrid, 16, 1e15, 10_000)
+    assert {fit.config.parallel.context_parallel_size for fit in every} == {1}
+
+
+def test_slower_ways_come_after_faster_ones():
+    config, model = of("qwen3_30b_a3b", "Qwen3-30B-A3B")
+    every = [fit.name for fit in search(config, model, 8, 1e15, 10_000)]
+    ways = [("recompute" in name, "offload" in name) for name in every]
+    assert [way for i, way in enumerate(ways) if way not in ways[:i]] == list(topologies.WAYS)
+    assert len(every) == len(set(every))
+
+
+@pytest.mark.parametrize(
+    "layers, stages, ends",
+    [(48, 4, (None, None)), (61, 8, (6, 7)), (46, 4, (11, 11)), (61, 2, (30, 31)), (24, 16, None)],
+)
+def test_stages_that_cannot_be_equal_have_smaller_ends_and_none_is_empty(layers, stages, ends):
+    assert topologies._ends(layers, stages) == ends
