@@ -7,6 +7,7 @@ its device.  Without CUDA it replaces the few CUDA calls of megatron-core 0.16.1
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -37,6 +38,9 @@ def prepare_device() -> torch.device:
         return torch.device("cuda", torch.cuda.current_device())
     global _installed
     if not _installed:
+        assert (
+            "megatron.core" not in sys.modules
+        ), "megatron.core was imported before prepare_device()"
         _installed = True
         threads = own_threads(os.environ)
         if threads is not None:

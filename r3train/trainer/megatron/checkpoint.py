@@ -139,8 +139,9 @@ class Checkpointer:
         self._actor = actor
         self._settings = settings
         self._directory = settings.save
+        results = WriteResults()
         why = "it starts a process at every rank's first save, which outlives a killed rank"
-        patch(filesystem_async, "_results_queue", WriteResults(), expects="NoneType", why=why)
+        patch(filesystem_async, "_get_write_results_queue", lambda: results, expects="()", why=why)
         # the persistent caller hangs with gloo (megatron-core 0.16.1); the forking one does not
         self._queue = AsyncCallsQueue(persistent=False)
         self._writing: Path | None = None
