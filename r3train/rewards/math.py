@@ -56,7 +56,7 @@ class MathReward(Reward):
         if (same := _same_number(label, answer)) is not None:
             return float(same)
         try:
-            equal = await self._workers.call(label, answer, timeout_s=self._timeout_s)
+            equal = await self._workers.call((label, answer), timeout_s=self._timeout_s)
         except (TimeoutError, WorkerEnded):
             return 0.0
         except CallFailed as error:

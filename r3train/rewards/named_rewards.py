@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,7 @@ from r3train.user_code import (
     find_user_code,
     running_user_code,
     import_user_code,
-    require_function,
+    quoted,
 )
 from r3train.rewards.accepted_words import accepted_words
 from r3train.rewards.answers import last_box
@@ -22,7 +23,8 @@ from r3train.rewards.exact_match import exact_match
 from r3train.rewards.math import MathReward, dapo, gsm8k
 from r3train.rewards.remote import JudgeReward, RemoteReward
 from r3train.rewards.text import f1, gpqa
-from r3train.rewards.workers import Workers
+from r3train.rewards.signatures import signature_of
+from r3train.rewards.workers import CallFailed, Workers
 from r3train.types import Prompt, RolloutSample
 
 BOXED = "boxed_"
@@ -49,6 +51,7 @@ class NoReward(Reward):
     """The reward of rows that need none: a teacher teaches there."""
 
     name = "none"
+    can_be_tried = False
 
     async def __call__(self, sample: RolloutSample) -> float:
         """Score any sample 0."""
@@ -75,6 +78,7 @@ class BoxedReward(Reward):
 
     def __init__(self, inner: Reward) -> None:
         self.name, self.needs_label = BOXED + inner.name, inner.needs_label
+        self.can_be_tried = inner.can_be_tried
         self.require_label, self.check, self.close = inner.require_label, inner.check, inner.close
         self._inner = inner
 
@@ -86,35 +90,35 @@ class BoxedReward(Reward):
 class CustomReward:
     """A function of the user, in a process of its own: one for all calls, so its state is shared.
 
-    It takes (prompt, response_text, response_ids), (sample), or with ``group`` (samples), is async or
-    not, and returns numbers or tables of them.
+    It takes what ``signatures`` knows, is async or not, and returns numbers or tables of them.
     """
 
-    def __init__(self, flag: str, name: str, *, calls: int, group: bool) -> None:
-        self.name, self.group = name, group
+    def __init__(self, flag: str, name: str, data: DataSection) -> None:
+        self.name, self.group = name, data.group_rm
         self._function = import_user_code(flag, name)
-        self._whole = group or not _takes(self._function, 3)
-        if group:
-            require_function(flag, name, self._function, "samples", may_be_async=True)
-        elif not _takes(self._function, 1):
-            names = ("prompt", "response_text", "response_ids")
-            require_function(flag, name, self._function, *names, may_be_async=True)
-        self._workers = Workers(name, processes=1, calls=calls)
+        self._signature = signature_of(flag, name, self._function, data, group=self.group)
+        self._workers = Workers(name, processes=1, calls=data.reward_concurrency)
+
+    @property
+    def place(self) -> str:
+        """File and line of the function, as FILE:N; "" where they are not known."""
+        code = getattr(inspect.unwrap(self._function), "__code__", None)
+        return "" if code is None else f"{os.path.relpath(code.co_filename)}:{code.co_firstlineno}"
 
     async def __call__(self, samples: list[RolloutSample], timeout_s: float) -> Any:
         """Call the function for one sample, or for a group."""
         whole = [
             replace(sample, routed_experts=None, decoded=(), decoded_masks=()) for sample in samples
         ]
-        if self.group:
-            arguments: tuple[Any, ...] = (whole,)
-        elif self._whole:
-            arguments = (whole[0],)
-        else:
-            sample = whole[0]
-            ids = sample.token_ids[sample.prompt_len :].tolist()
-            arguments = (sample.prompt, sample.text, ids)
-        return await self._workers.call(*arguments, timeout_s=timeout_s)
+        arguments = self._signature.arguments(whole)
+        value = await self._workers.call(arguments, timeout_s=timeout_s)
+        if not self._signature.of_list:
+            return value
+        if not isinstance(value, list) or len(value) != 1:
+            raise CallFailed(
+                f"got 1 completion and must return a number for each, got {quoted(value)}"
+            )
+        return value[0]
 
     def check(self, prompts: list[Prompt]) -> None:
         """Let the function's attribute ``check`` look at the prompts, if it has one."""
@@ -127,17 +131,6 @@ class CustomReward:
     def close(self) -> None:
         """End the process."""
         self._workers.close()
-
-
-def _takes(function: Any, count: int) -> bool:
-    """True if a function can be called with so many arguments, or does not say."""
-    try:
-        inspect.signature(function).bind(*range(count))
-    except TypeError:
-        return False
-    except ValueError:  # some functions written in C
-        return count == 3
-    return True
 
 
 def get_reward(

@@ -55,9 +55,7 @@ class Scorer:
             flag, name = "--custom-rm-path", data.custom_rm_path
         self._default = None if name is None or ":" in name else name
         if name is not None and ":" in name:
-            self._custom = CustomReward(
-                flag, name, calls=data.reward_concurrency, group=data.group_rm
-            )
+            self._custom = CustomReward(flag, name, data)
         elif self._default is not None:
             self._reward_named(self._default)
         if data.group_rm and self._custom is None:

@@ -141,10 +141,15 @@ async def _call(
     function: Callable[..., Any], number: int, arguments: Any, writer: asyncio.StreamWriter
 ) -> None:
     try:
-        answer = _answer(number, await function(*arguments))
+        answer = _answer(number, await _called(function, arguments))
     except BaseException as error:  # sys.exit and CancelledError of a user's function too
         answer = _failed(number, error)
     writer.write(answer)
+
+
+def _called(function: Callable[..., Any], arguments: Any) -> Any:
+    """Call a function with a tuple of arguments, or with a table of them by name."""
+    return function(**arguments) if isinstance(arguments, dict) else function(*arguments)
 
 
 def _call_in_thread(
@@ -155,7 +160,7 @@ def _call_in_thread(
     writer: asyncio.StreamWriter,
 ) -> None:
     try:
-        value = function(*arguments)
+        value = _called(function, arguments)
         # a function that is not async itself may return a coroutine
         if inspect.isawaitable(value):
             value = asyncio.run_coroutine_threadsafe(_awaited(value), loop).result()

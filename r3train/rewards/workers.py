@@ -43,8 +43,8 @@ class Workers:
         self._workers = [_Worker(path) for _ in range(processes)]
         self._free = asyncio.Semaphore(processes * calls)
 
-    async def call(self, *arguments: Any, timeout_s: float) -> Any:
-        """Call the function and return its numbers.
+    async def call(self, arguments: Any, *, timeout_s: float) -> Any:
+        """Call the function, by position (a tuple) or by name (a table), and return its numbers.
 
         Raises TimeoutError after ``timeout_s``, waiting for a place and for the process' start not
         counted.  The process is ended then, or with ``close`` if other calls are in it.  Raises

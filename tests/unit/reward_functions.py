@@ -164,3 +164,55 @@ def two(prompt, text):
 
 
 value = 3
+
+
+def late(function):
+    """A function that misbehaves while a job runs: on the first prompt, which is tried before, it does not."""
+
+    def on_others(prompt, text, ids):
+        return 1.0 if prompt.index == 0 else function(prompt, text, ids)
+
+    return on_others
+
+
+late_fails, late_exits, late_floods = late(fails), late(exits), late(floods)
+late_hangs_async, late_ends_its_process = late(hangs_async), late(ends_its_process)
+
+
+def of_verl(data_source, solution_str, ground_truth, extra_info=None):
+    return float((data_source, solution_str, ground_truth) == ("p.jsonl", "four", "x")) + len(
+        extra_info
+    )
+
+
+def of_verl_gsm8k(solution_str, ground_truth, method="strict"):
+    return 2.0 * (solution_str == "four" and ground_truth == "x")
+
+
+def of_verl_with_more(data_source, solution_str, ground_truth, extra_info, **kwargs):
+    return float(extra_info["n"]) + len(kwargs)
+
+
+async def of_trl(completions, label, n, **kwargs):
+    assert sorted(kwargs) == ["completion_ids", "prompts"]
+    return [len(text) + (of == "x") + more for text, of, more in zip(completions, label, n)]
+
+
+def of_trl_chat(prompts, completions):
+    return [len(completion[0]["content"]) for completion in completions]
+
+
+def of_trl_too_many(completions):
+    return [1.0, 2.0]
+
+
+async def of_slime(args, sample, **kwargs):
+    return 1.0
+
+
+def of_verl_wanting_more(solution_str, ground_truth, tokenizer):
+    return 1.0
+
+
+def of_text(prompt, text, ids):
+    return len(text)
