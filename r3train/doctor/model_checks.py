@@ -7,7 +7,6 @@ from collections.abc import Iterable
 
 from r3train.config import RunConfig
 from r3train.config.hf_facts import HfModelFacts
-from r3train.data.prompts import shown
 from r3train.doctor.finding import Findings, fact, ok, problem, warning
 from r3train.engine.control import EngineControl
 from r3train.engine.key import engine_api_key
@@ -36,7 +35,7 @@ def check_job(config: RunConfig, world_size: int) -> Findings:
     yield ok("configuration", f"its rules hold for {world_size} rank(s)")
     yield ok("tokenizer", f"{len(job.tokenizer)} tokens")
     yield ok("prompts", f"{len(job.prompts)}, the longest {job.longest_prompt} tokens")
-    for line in shown(job.prompts[0], job.tokenizer):
+    for line in job.first_prompt:
         yield fact("prompts", line)
     yield ok("reward", f"{job.reward.name}, which can use the labels")
     yield from check_pools(config, job.longest_prompt)

@@ -13,6 +13,7 @@ from r3train.config.sources import plain
 from r3train.cuda_environment import RANK_DEFAULTS
 from r3train.data.file_fingerprint import FileFingerprint, facts_fingerprint
 from r3train.data.order import MixedOrder, PromptOrder
+from r3train.data.prompts import shown
 from r3train.data.tokenizer import stop_token
 from r3train.rewards.scoring import Scorer
 from r3train.types import Prompt, RolloutSample
@@ -47,6 +48,13 @@ class Job:
     sizes: tuple[int, ...] = ()  # prompts of each file
     # of --loss-type sft; ``prompts`` holds their beginnings
     conversations: tuple[RolloutSample, ...] = ()
+    first_reward: str | None = None  # of the first prompt, in words; on the rank that tried it
+
+    @property
+    def first_prompt(self) -> list[str]:
+        """Lines that show the first prompt as the model gets it, and what the reward says to it."""
+        lines = shown(self.prompts[0], self.tokenizer)
+        return lines if self.first_reward is None else [*lines, self.first_reward]
 
     @property
     def order(self) -> PromptOrder | MixedOrder:

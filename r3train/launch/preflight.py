@@ -60,6 +60,7 @@ from r3train.observe.sinks import check_trackers
 from r3train.peft_files import check_adapter, not_in_peft
 from r3train.rewards.code import isolation
 from r3train.rewards.scoring import Scorer
+from r3train.rewards.trial import reward_of_first
 from r3train.trainer.megatron.freezing import check_freezing
 from r3train.trainer.megatron.overrides import check_overrides
 from r3train.types import Prompt, RolloutSample
@@ -145,6 +146,7 @@ class _Checks:
         self.sizes: tuple[int, ...] = ()  # prompts per file
         self.conversations: list[RolloutSample] = []
         self.reward: Scorer | None = None
+        self.first_reward: str | None = None
         self.eval_data: list[EvalData] = []
 
     def attempt(self, subject: str, check: Callable[..., T], *arguments: Any) -> T | None:
@@ -326,7 +328,17 @@ class _Checks:
         if optional and prompts and "zero_variance" in config.rollout.rollout_filter:
             self.attempt("reward", check_not_all_equal, prompts)
         if self.for_all_ranks and self.scores and prompts and self.reward is not None:
-            self.attempt("reward", self.reward.check, prompts)
+            self.attempt("reward", self._try_reward)
+
+    def _try_reward(self) -> None:
+        self.reward.check(self.prompts)
+        end = self.hf.eos_token_ids[:1] or (0,)  # an answer has a token
+
+        def tokens_of(text: str) -> list[int]:
+            return [*self.tokenizer.encode(text, add_special_tokens=False), *end]
+
+        size = self.config.rollout.n_samples_per_prompt
+        self.first_reward = reward_of_first(self.reward, self.prompts[0], tokens_of, size)
 
     def evaluation_sets(self) -> None:
         """Read the evaluation's data, and let its rewards look at it."""
@@ -358,6 +370,7 @@ class _Checks:
             eval_data=tuple(self.eval_data),
             sizes=self.sizes,
             conversations=tuple(self.conversations),
+            first_reward=self.first_reward,
         )
         self.attempt("checkpoints", resume_point, job)
         self._raise_faults([job])

@@ -74,11 +74,7 @@ def _start(
     with usage_errors():
         num_ranks = ranks_here(config, nproc_per_node, nnodes)
         if config.run.dry_run:
-            from r3train.launch.preflight import preflight
-
-            job = preflight(config, num_ranks * nnodes)
-            show_dry_run(job, num_ranks * nnodes)
-            job.close()
+            show_dry_run(config, num_ranks * nnodes)
             return
         host, port = _meeting(nnodes, node_rank, rdzv_endpoint)
     flags = _without_ours(click.get_current_context().meta["words"])

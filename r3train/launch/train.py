@@ -19,7 +19,6 @@ import click
 
 from r3train.config import RunConfig
 from r3train.config.options import train_options, usage_errors
-from r3train.data.prompts import shown
 from r3train.launch.gpus import server_gpus_here, torchruns_number
 from r3train.launch.local_servers import start_servers
 from r3train.launch.run_dir import claim_directories, open_run_dir, raise_file_limit, start_stamp
@@ -49,22 +48,13 @@ def main(config: RunConfig) -> None:
         click.echo("checking the settings, the checkpoint and the data ...", err=True)
     with usage_errors():
         world_size = config.run.ranks(os.environ)
-        from r3train.launch.preflight import PreflightError, preflight
+        if config.run.dry_run:
+            if rank == 0:
+                show_dry_run(config, world_size)
+            return
+        from r3train.launch.preflight import preflight
 
-        job, missing, for_node = None, [], for_node or rank == 0
-        try:
-            job = preflight(config, world_size, for_all_ranks=rank == 0, for_node=for_node)
-        except PreflightError as error:
-            missing = error.outside_settings if config.run.estimate else []
-            if not missing:
-                raise
-    if config.run.dry_run:
-        if rank == 0:
-            with usage_errors():
-                show_dry_run(config, job, missing, world_size)
-        if job is not None:
-            job.close()
-        return
+        job = preflight(config, world_size, for_all_ranks=rank == 0, for_node=for_node or rank == 0)
     with ExitStack() as claims:
         run_dir, servers = None, []
         if rank == 0:
@@ -81,20 +71,31 @@ def main(config: RunConfig) -> None:
                 server.stop()
 
 
-def show_dry_run(
-    config: RunConfig, job: Job | None, missing: Sequence[str], world_size: int
-) -> None:
-    """Print the settings and what a run would do; without a job what it lacks, and the estimate."""
+def show_dry_run(config: RunConfig, world_size: int) -> None:
+    """Check the settings, and print them and what a run of ``world_size`` ranks would do.
+
+    With --estimate what is not there (weights, data, a server) is a line of the output.
+    Raises PreflightError with every fault.
+    """
     from r3train.launch.estimate_command import dry_run_lines
     from r3train.launch.gpus import gpus_here
     from r3train.launch.job import would_run
+    from r3train.launch.preflight import PreflightError, preflight
 
-    lines, longest = [f"a run is refused here: {line}" for line in missing], None
+    job, missing, longest = None, [], None
+    try:
+        job = preflight(config, world_size, for_all_ranks=True)
+    except PreflightError as error:
+        missing = error.outside_settings if config.run.estimate else []
+        if not missing:
+            raise
+    lines = [f"a run is refused here: {line}" for line in missing]
     if job is not None:
         for warning in job.warnings:
             click.secho(str(warning), fg="yellow", err=True)
-        lines = [*would_run(job, world_size), *shown(job.prompts[0], job.tokenizer)]
+        lines = [*would_run(job, world_size), *job.first_prompt]
         longest = job.longest_prompt
+        job.close()
     if config.run.estimate:
         lines += dry_run_lines(config, world_size, gpus_here()[1], longest)
     click.echo(config.to_toml())
@@ -206,7 +207,7 @@ def train(
         display.note(f"run directory: {run_dir}")
         for warning in job.warnings:
             display.note(str(warning), style="yellow")
-        for line in shown(job.prompts[0], job.tokenizer):
+        for line in job.first_prompt:
             display.note(line)
         if resume.checkpoint is not None:
             display.note(f"resuming from {resume.checkpoint} at rollout {resume.start_rollout_id}")

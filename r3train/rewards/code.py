@@ -52,6 +52,8 @@ class CodeReward(Reward):
     JSON.  All tests of a sample together may take ``timeout_s``.
     """
 
+    can_be_tried = False  # a label is tests, no program
+
     name, needs_label = "code", True
 
     def __init__(self, timeout_s: float) -> None:

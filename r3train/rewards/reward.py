@@ -12,6 +12,7 @@ class Reward:
 
     name: str
     needs_label = False
+    can_be_tried = True  # on a label and an empty answer, without a server
 
     async def __call__(self, sample: RolloutSample) -> Any:
         """Score a sample; raise ValueError naming the prompt for a label that it cannot use."""

@@ -79,6 +79,16 @@ class Scorer:
         """True if only ``group`` can be called: the reward needs all samples of a prompt (--group-rm)."""
         return self._custom is not None and self._custom.group
 
+    @property
+    def place(self) -> str:
+        """File and line of the user's function, for the end of a message; "" where there is none."""
+        place = "" if self._custom is None else self._custom.place
+        return place and f" ({place})"
+
+    def can_be_tried(self, prompt: Prompt) -> bool:
+        """True if a label and an empty answer can be scored here and now; raises ValueError as ``check``."""
+        return self._custom is not None or self._reward_for(prompt).can_be_tried
+
     async def __call__(self, sample: RolloutSample) -> float:
         """Score one sample; raises ValueError naming the prompt, the reward and the sample."""
         assert not self.takes_groups, "a reward of groups was asked for one sample"

@@ -158,7 +158,7 @@ def test_a_resumed_run_is_one_run_with_one_curve_and_one_evidence(tmp_path, base
     lost = jobs.Job(0, "", first.run_dir / "superseded").metrics()
     assert [m["step"] for m in lost] == [3, 4]
     assert re.search(
-        r"steps +4\b", (tmp_path / "out.txt").read_text()
+        r"\bsteps:? +4\b", (tmp_path / "out.txt").read_text()
     ), "the summary is of all steps"
     audit = audit_run(first.run_dir)
     assert audit.verdict == "passed", audit.findings

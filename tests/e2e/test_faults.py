@@ -46,14 +46,14 @@ def test_a_killed_server_ends_the_job_with_its_cause_within_30_s(tmp_path, tiny_
 @pytest.mark.parametrize(
     "reward, does",
     [
-        ("hangs_async", r"took longer than reward_timeout_s 2 \(sample \d+\)"),
-        pytest.param("fails", "raised KeyError: 'gold'", marks=pytest.mark.slow),
-        pytest.param("exits", "raised SystemExit: 0", marks=pytest.mark.slow),
+        ("late_hangs_async", r"took longer than reward_timeout_s 2 \(sample \d+\)"),
+        pytest.param("late_fails", "raised KeyError: 'gold'", marks=pytest.mark.slow),
+        pytest.param("late_exits", "raised SystemExit: 0", marks=pytest.mark.slow),
         pytest.param(
-            "ends_its_process", r"ended its process \(exit code 3\)", marks=pytest.mark.slow
+            "late_ends_its_process", r"ended its process \(exit code 3\)", marks=pytest.mark.slow
         ),
         pytest.param(
-            "floods", r"raised ValueError: y+\.\.\. \(10000000 ch", marks=pytest.mark.slow
+            "late_floods", r"raised ValueError: y+\.\.\. \(10000000 ch", marks=pytest.mark.slow
         ),
     ],
 )
