@@ -9,11 +9,16 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from typing import Any
+
+from r3train.user_frames import place, user_frames
+
+logger = logging.getLogger(__name__)
 
 _QUOTED = 1000  # characters of a value or an error in a message
 
@@ -72,7 +77,9 @@ def running_user_code(what: str) -> Iterator[None]:
     except BaseException as error:  # SystemExit and CancelledError too
         text = " ".join(quoted(error, str).split())
         kind = "" if type(error) is ValueError else f"raised {type(error).__name__}: "
-        raise UserCodeFailed(f"{what}: {kind}{text}") from error
+        if frames := user_frames(error):  # for the log: the text alone may travel on
+            logger.info("%s: code of the user failed:\n%s", what, "".join(frames.format()))
+        raise UserCodeFailed(f"{what}: {kind}{text}{place(error)}") from error
 
 
 def call_within(limit_s: float, call: Callable[[], Any]) -> Any:

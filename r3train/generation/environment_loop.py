@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from r3train.user_code import quoted
+from r3train.user_frames import place
 
 _BLOCKS = "blocks the event loop; await what takes long, or run it in a thread"
 
@@ -60,7 +61,7 @@ class EnvironmentLoop:
         if error is not None:
             if isinstance(error, asyncio.CancelledError) and own is not None and own.cancelling():
                 raise error  # the rollout itself is cancelled
-            raise ValueError(f"{what} raised {quoted(error)}") from error
+            raise ValueError(f"{what} raised {quoted(error)}{place(error)}") from error
         return value
 
     async def _begin_of(self, begun: asyncio.Event, what: str, limit_s: float) -> None:

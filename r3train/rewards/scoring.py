@@ -117,10 +117,13 @@ class Scorer:
         try:
             return await self._custom(samples, self._timeout_s)
         except TimeoutError:
-            error = f"took longer than reward_timeout_s {self._timeout_s:g}"
+            cause, error = None, f"took longer than reward_timeout_s {self._timeout_s:g}"
         except (CallFailed, WorkerEnded) as failure:
-            error = str(failure)
-        raise ValueError(f"{about} {error} (sample {first.sample_id})")
+            cause, error = failure, str(failure)
+        failed = ValueError(f"{about} {error} (sample {first.sample_id})")
+        for sample in samples:  # for a test of the reward
+            failed.add_note(f"the response of sample {sample.sample_id}: {sample.text!r}")
+        raise failed from cause
 
     def _number(self, sample: RolloutSample, value: Any) -> float:
         """The reward in what a function returned; raises ValueError if that is no finite number."""

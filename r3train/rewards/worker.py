@@ -6,7 +6,7 @@ and when the second ends.  Then it ends in the same way as the second.
 
 Parent and child speak over a socket: eight bytes of length, then a message.  The parent's messages are
 pickles.  The first is a ``Task``, answered by None or by an error as text.  Every further one is (number,
-arguments), answered by [number, null, value] or [number, error as text, null], in any order: async
+arguments), answered by [number, null, value] or [number, error as text, frames as text], in any order: async
 functions run in one event loop, others in a thread each.  Answers are JSON: the parent unpickles nothing,
 for a function may run what a model wrote.  Whatever the function prints goes to stderr.
 """
@@ -33,6 +33,7 @@ from typing import Any
 
 from r3train.cpu.torchvision_stub import declare_ops_for_imports
 from r3train.user_code import import_user_code, quoted
+from r3train.user_frames import place, user_frames
 
 LENGTH = struct.Struct("!Q")
 # of one answer; the numbers of a group take a small part of it
@@ -186,7 +187,9 @@ def _answer(number: int, value: Any) -> bytes:
 
 
 def _failed(number: int, error: BaseException) -> bytes:
-    return _reply(number, f"raised {type(error).__name__}: {quoted(error, str)}", None)
+    """The answer of a call that has failed; its value is the user's part of the traceback."""
+    text = f"raised {type(error).__name__}: {quoted(error, str)}{place(error)}"
+    return _reply(number, text, "".join(user_frames(error).format()))
 
 
 def _prctl(option: int, value: int) -> None:

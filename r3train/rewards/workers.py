@@ -29,7 +29,10 @@ class WorkerEnded(Exception):
 
 
 class CallFailed(Exception):
-    """The function raised an error, or returned something else than numbers; its text says what."""
+    """The function raised an error, or returned something else than numbers; its text says what.
+
+    A note holds the function's own part of the traceback.
+    """
 
 
 class Workers:
@@ -163,7 +166,10 @@ class _Stream(asyncio.Protocol):
             if error is None:
                 future.set_result(value)
             else:
-                future.set_exception(CallFailed(error))
+                failed = CallFailed(error)
+                if isinstance(value, str):
+                    failed.add_note(value)
+                future.set_exception(failed)
 
     def _next(self) -> tuple[int, str | None, Any] | None:
         if self._ended is not None:

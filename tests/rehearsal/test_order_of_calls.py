@@ -79,6 +79,7 @@ def test_every_rank_of_a_job_trains_on_its_own_device(node, monkeypatch, tmp_pat
         run=SimpleNamespace(progress=False, log_level="ERROR"),
         rollout=SimpleNamespace(num_rollout=1),
         faults=SimpleNamespace(signal_grace_s=60),
+        checkpoint=SimpleNamespace(save=None, save_hf=None),
         sums_evidence=False,
         parallel=ParallelSection(),
     )
