@@ -6,11 +6,12 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from r3train.config.section import Section
+from r3train.config.requirements import excludes, requires
+from r3train.config.section import IMPORT_PATH, Section, URL
 
 JUDGE_TEMPLATE = """Question:
 {prompt}
@@ -68,9 +69,13 @@ class DataSection(Section):
     """Key of an optional table for the reward."""
     apply_chat_template: bool = False
     """Wrap every prompt in the tokenizer's chat template."""
-    apply_chat_template_kwargs: dict[str, Any] = {}
+    apply_chat_template_kwargs: Annotated[
+        dict[str, Any], requires("apply_chat_template: it is for the chat template")
+    ] = {}
     """Variables of the chat template, as JSON: {"enable_thinking": false}."""
-    tool_key: str | None = Field(default=None, min_length=1)
+    tool_key: Annotated[
+        str | None, requires("apply_chat_template: it is for the chat template")
+    ] = Field(default=None, min_length=1)
     """Key of a row's tools, a list of their schemas, for the chat template."""
     overlong_prompts: Literal["drop", "error"] = "drop"
     """Treatment of prompts that leave no room for the longest response: drop and count them, or refuse
@@ -80,19 +85,23 @@ class DataSection(Section):
     rm_type: str | None = Field(default=None, min_length=1)
     """Reward by registered name: accepted_words, exact_match, math, gsm8k, dapo, gpqa, f1, remote_rm,
     llm_judge, code; boxed_ before a name scores the last box only.  metadata.rm_type of a row wins."""
-    custom_rm_path: str | None = Field(default=None, pattern=r"^[\w.]+:\w+$")
+    custom_rm_path: str | None = Field(default=None, pattern=IMPORT_PATH)
     """Your own reward as module:function; it replaces rm_type."""
-    group_rm: bool = False
+    group_rm: Annotated[
+        bool, excludes("environment: it gives rewards of its own, turn by turn")
+    ] = False
     """Call custom_rm_path once for all samples of a prompt; it returns a list of numbers."""
-    reward_key: str | None = Field(default=None, min_length=1)
+    reward_key: Annotated[str | None, excludes("reward_keys: the reward is one")] = Field(
+        default=None, min_length=1
+    )
     """Key of the reward, if the reward returns a table."""
     reward_concurrency: int = Field(default=64, ge=1)
     """Rewards computed at once."""
     reward_timeout_s: float = Field(default=10.0, gt=0)
     """Seconds one reward may take."""
-    rm_url: str | None = Field(default=None, pattern=r"^https?://\S+$")
+    rm_url: str | None = Field(default=None, pattern=URL)
     """Server that remote_rm asks."""
-    judge_url: str | None = Field(default=None, pattern=r"^https?://\S+$")
+    judge_url: str | None = Field(default=None, pattern=URL)
     """OpenAI-compatible endpoint that llm_judge asks, as http://HOST:PORT/v1."""
     judge_model: str | None = Field(default=None, min_length=1)
     """Model that llm_judge asks for."""

@@ -1,4 +1,4 @@
-"""Rules of LoRA, by itself and against the checkpoint."""
+"""Rules of LoRA against the checkpoint."""
 
 from __future__ import annotations
 
@@ -6,71 +6,9 @@ import re
 from collections.abc import Iterator
 
 from r3train.config.hf_facts import HfModelFacts
-from r3train.config.lora_settings import ALL_LINEAR, FUSED, linear_of, LINEARS
+from r3train.config.lora_settings import FUSED, linear_of, LINEARS
 from r3train.config.run import RunConfig
 from r3train.families import FAMILIES, sent_together, tensor_names
-
-
-def lora_conflicts(config: RunConfig) -> Iterator[str]:
-    """Yield a complaint for each setting that does not go with LoRA, or has no effect without."""
-    lora, overrides = config.lora, config.model.transformer_overrides
-    if not lora.enabled:
-        for name in lora.changed():
-            yield f"--{name.replace('_', '-')} has no effect without --lora-rank above 0"
-        return
-    for name in lora.target_modules:
-        if name not in (ALL_LINEAR, *LINEARS):
-            yield f"target_modules: {name} is unknown; known: {', '.join((ALL_LINEAR, *LINEARS))}"
-    if config.trainer.freeze_moe_router or config.trainer.freeze_params:
-        yield (
-            "--freeze-moe-router and --freeze-params have no effect with --lora-rank: only adapters"
-            " are trained (--target-modules, --exclude-modules)"
-        )
-    if "moe_router_bias_update_rate" in overrides:
-        yield (
-            "transformer_overrides.moe_router_bias_update_rate moves the routers that --lora-rank holds"
-            " still"
-        )
-    if overrides.get("moe_shared_expert_overlap"):
-        yield (
-            "transformer_overrides.moe_shared_expert_overlap runs shared experts past their adapters:"
-            " it cannot go with --lora-rank"
-        )
-    if lora.lora_save_hf != "both" and config.checkpoint.save_hf is None:
-        yield "--lora-save-hf needs --save-hf"
-    if lora.lora_serving == "adapter":
-        yield from _serving_conflicts(config)
-
-
-def _serving_conflicts(config: RunConfig) -> Iterator[str]:
-    """Yield a complaint for each setting that does not go with adapters on servers.
-
-    Flags of the servers: see engine/refusals.py.
-    """
-    rollout, trainer = config.rollout, config.trainer
-    if not config.has_engines:
-        yield "--lora-serving adapter has no effect without servers"
-        return
-    if rollout.rollout_external_engine_addrs:
-        yield (
-            "--lora-serving adapter cannot go with --rollout-external-engine-addrs: such a server may"
-            " hold another base, and the run never sends one; leave the servers to the run"
-        )
-    if rollout.pause_generation_mode != "drain":
-        yield (
-            f"--pause-generation-mode {rollout.pause_generation_mode} has no effect with --lora-serving"
-            " adapter: nothing is paused for an update, and every answer ends on its version"
-        )
-    if not rollout.flush_cache_on_update:
-        yield (
-            "--no-flush-cache-on-update has no effect with --lora-serving adapter: servers keep the"
-            " prefixes of each version apart"
-        )
-    for name in (name for name in trainer.changed() if name.startswith("update_weight_")):
-        yield (
-            f"--{name.replace('_', '-')} has no effect with --lora-serving adapter: servers load"
-            " adapters from the run directory"
-        )
 
 
 def model_lora_conflicts(config: RunConfig, hf: HfModelFacts) -> Iterator[str]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
+from r3train.config.requirements import excludes, only_with, Requirement, requires
 from r3train.config.section import Section
 
 ALL_LINEAR = "all-linear"
@@ -29,8 +30,13 @@ class LoraSection(Section):
     """Low-rank adapters instead of the weights themselves."""
 
     title: ClassVar[str] = "LoRA"
+    every_field: ClassVar[tuple[Requirement, ...]] = (only_with("lora_rank > 0"),)
 
-    lora_rank: int = Field(default=0, ge=0)
+    lora_rank: Annotated[
+        int,
+        excludes("transformer_overrides.moe_router_bias_update_rate: it moves routers"),
+        excludes("transformer_overrides.moe_shared_expert_overlap: it leaves adapters out"),
+    ] = Field(default=0, ge=0)
     """Rank of the adapters; 0 trains the weights themselves."""
     lora_alpha: float = Field(default=16.0, gt=0)
     """An adapter adds lora_alpha / lora_rank * B A x to its linear's output."""
@@ -42,12 +48,24 @@ class LoraSection(Section):
     layers.0)."""
     lora_adapter_path: Path | None = Field(default=None, strict=False)
     """Directory of a PEFT adapter to start from."""
-    lora_serving: Literal["merged", "adapter"] = "merged"
+    lora_serving: Annotated[
+        Literal["merged", "adapter"],
+        requires("has_engines", when="adapter"),
+        excludes("rollout_external_engine_addrs: they may hold another base"),
+    ] = "merged"
     """Form in which servers get the adapters.  merged: merged into the weights.  adapter: as adapters,
     one a weight version; nothing is paused for an update, and every answer ends on its version."""
-    lora_save_hf: Literal["both", "merged", "adapter"] = "both"
+    lora_save_hf: Annotated[Literal["both", "merged", "adapter"], requires("save_hf")] = "both"
     """Form that save_hf writes: a merged checkpoint with the PEFT adapter in its directory adapter,
     or one of the two only."""
+
+    @field_validator("target_modules")
+    @classmethod
+    def _known(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        known = (ALL_LINEAR, *LINEARS)
+        if unknown := [name for name in value if name not in known]:
+            raise ValueError(f"{unknown[0]} is unknown; known: {', '.join(known)}")
+        return value
 
     @property
     def enabled(self) -> bool:

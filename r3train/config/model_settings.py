@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from r3train.config.requirements import only_with, requires
 from r3train.config.section import OverrideScalar, Section
 
 
@@ -21,9 +22,13 @@ class ModelSection(Section):
 
     hf_checkpoint: Path = Field(strict=False)
     """Hugging Face checkpoint directory; the actor and SGLang both start from it."""
-    ref_load: Path | None = Field(default=None, strict=False)
+    ref_load: Annotated[
+        Path | None, only_with("kl_loss_coef > 0 or kl_coef > 0: no reference is loaded")
+    ] = Field(default=None, strict=False)
     """Hugging Face checkpoint of the KL reference; unset means hf_checkpoint."""
-    opd_teacher_load: Path | None = Field(default=None, strict=False)
+    opd_teacher_load: Annotated[Path | None, only_with("opd_type = megatron")] = Field(
+        default=None, strict=False
+    )
     """Hugging Face checkpoint of the teacher, a model like the actor's (--opd-type megatron)."""
     bf16: bool = False
     """Train and serve in bfloat16 instead of float32."""
@@ -35,13 +40,23 @@ class ModelSection(Section):
     moe_aux_loss_coeff: float = Field(default=0.0, ge=0)
     """Weight of each MoE layer's load-balancing loss.  That loss is a mean over microbatches, each
     weighted by its rows; the policy loss next to it is a mean over loss tokens."""
-    recompute_granularity: Literal["full", "selective"] | None = None
+    recompute_granularity: Annotated[
+        Literal["full", "selective"] | None,
+        requires("recompute_method", when="full"),
+        requires("recompute_num_layers", when="full"),
+    ] = None
     """Recompute activations in backward: whole layers, or the modules of recompute_modules."""
-    recompute_method: Literal["uniform", "block"] | None = None
+    recompute_method: Annotated[
+        Literal["uniform", "block"] | None, requires("recompute_granularity = full")
+    ] = None
     """With full recomputation: all layers in chunks (uniform) or a stage's first layers (block)."""
-    recompute_num_layers: int | None = Field(default=None, ge=1)
+    recompute_num_layers: Annotated[int | None, requires("recompute_granularity = full")] = Field(
+        default=None, ge=1
+    )
     """With full recomputation: layers in a chunk (uniform) or in a stage (block)."""
-    recompute_modules: tuple[str, ...] = Field(default=(), strict=False)
+    recompute_modules: Annotated[tuple[str, ...], requires("recompute_granularity = selective")] = (
+        Field(default=(), strict=False)
+    )
     """With selective recomputation: the modules to recompute, such as core_attn or moe."""
     transformer_overrides: dict[str, OverrideScalar | list[OverrideScalar]] = {}
     """Any other field of Megatron's TransformerConfig."""

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, get_args
 
 from pydantic import Field
 
+from r3train.config.requirements import check, excludes, requires
 from r3train.config.section import Section
+
+if TYPE_CHECKING:
+    from r3train.config.run import RunConfig
 
 RouteBug = Literal[
     "one_expert",
@@ -27,13 +32,36 @@ PublishBug = Literal[
     "cache_not_flushed",
 ]
 
+_ROUTE, _PUBLISH = "|".join(get_args(RouteBug)), "|".join(get_args(PublishBug))
+_GRAPH = "a CUDA graph over the router replays one capture's experts"
+# settings of Megatron, wherever they are given, with the values that harm -> why
+_NOT_REPLAYED = {
+    "moe_router_fusion": "the fused router returns before Megatron's replay hook",
+    "moe_router_load_balancing_type = *sinkhorn*|*quantile*": "these choose experts without top-k",
+    "moe_expert_capacity_factor >= 0": "capacity dropping discards replayed choices",
+    "moe_pad_expert_input_to_capacity": "it needs capacity dropping, which discards replayed choices",
+    "moe_router_force_load_balancing": "it replaces the logits with random ones",
+    "enable_cuda_graph": _GRAPH,
+    "external_cuda_graph": _GRAPH,
+    "cuda_graph_impl": _GRAPH,
+    "cuda_graph_scope": _GRAPH,
+    "overlap_moe_expert_parallel_comm": "it interleaves two microbatches in the router's calls",
+}
+
 
 class ReplaySection(Section):
     """Replay of the rollout's experts in the trainer, and its proof."""
 
     title: ClassVar[str] = "Rollout routing replay (R3)"
 
-    use_rollout_routing_replay: bool = False
+    use_rollout_routing_replay: Annotated[
+        bool,
+        excludes("learns_conversations: conversations have no routes"),
+        *(
+            excludes(f"transformer_overrides.{name} or sglang.{name}: {why}")
+            for name, why in _NOT_REPLAYED.items()
+        ),
+    ] = False
     """Turn R3 on: SGLang returns the experts that it chose, and the actor replays them."""
     enable_r3_correctness_check: bool = False
     """Write evidence of every router call; the run fails if replay is not exact."""
@@ -49,19 +77,47 @@ class ReplaySection(Section):
     r3_audit_share: float = Field(default=0.01, ge=0, le=1)
     """With the check on: share of a rollout's samples, at least one, that their servers compute again,
     to compare rows and log-probs with those delivered; 0 is off."""
-    r3_keep_score_ratio: float = Field(default=0.0, ge=0, le=1)
+    r3_keep_score_ratio: Annotated[
+        float, requires("use_rollout_routing_replay: nothing is replayed")
+    ] = Field(default=0.0, ge=0, le=1)
     """Keep a replayed expert only while its live score is at least this share of the score of the live
     top-k's weakest; the best live expert that the row lacks takes its place.  0 keeps all."""
-    log_route_drift: bool = False
+    log_route_drift: Annotated[
+        bool, requires("use_rollout_routing_replay: there is nothing to drift away from")
+    ] = False
     """Log how far the router has drifted from the replayed experts, for each MoE layer and their mean:
     rows whose live choice is another, gate mass on the replayed experts, entropy of the load, dead
     experts."""
-    route_stores: bool = False
+    route_stores: Annotated[
+        bool,
+        requires("use_rollout_routing_replay: there are no routes to keep"),
+        excludes("replay_rollouts: route stores stand between a server and the ranks"),
+    ] = False
     """Keep routes on the first rank of each data-parallel replica instead of rank 0.  Each keeps a
     share, and fetches from the others what else its ranks train."""
-    route_store_host: str | None = Field(default=None, min_length=1)
+    route_store_host: Annotated[str | None, requires("route_stores")] = Field(
+        default=None, min_length=1
+    )
     """Address or network interface that the route stores bind.  Unset: loopback on one node; over
     several nodes, the address by which each node reaches the rendezvous."""
-    plant_bug: Literal[RouteBug, PublishBug] | None = None
+    plant_bug: Annotated[
+        Literal[RouteBug, PublishBug] | None,
+        requires("check_weight_update_equal: nothing would notice the bug", when=_PUBLISH),
+        requires("use_rollout_routing_replay: there is no replay to spoil", when=_ROUTE),
+        requires(
+            "enable_r3_correctness_check or ci_test: nothing would notice the bug", when=_ROUTE
+        ),
+        requires("audit_share > 0: nothing else would notice the bug", when="answer_*"),
+        excludes("route_stores: answers are rechecked on rank 0", when="answer_*"),
+    ] = None
     """Plant a deliberate bug, to see its check fail: in the replay, in the servers' answers (answer_...), or
     in the weights on their way to the servers."""
+
+    @check
+    def _switches(self, run: RunConfig) -> Iterator[str]:
+        for own in ("use_rollout_routing_replay", "moe_enable_routing_replay"):
+            if own in run.rollout.sglang:
+                yield (
+                    f"sglang.{own}: set --use-rollout-routing-replay instead, which asks SGLang for the"
+                    " routed experts too"
+                )

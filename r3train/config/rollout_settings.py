@@ -2,12 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field, field_validator
 
-from r3train.config.section import Section
+from r3train.config.requirements import at_least, check, excludes, only_with, requires
+from r3train.config.section import each_once, LIMIT, Section
 
+if TYPE_CHECKING:
+    from r3train.config.run import RunConfig
+
+# a thousand times what a large job has
+_MOST_SAMPLES = 10_000_000
+# SGLang 0.5.23 (sampling_params.py) takes a lower temperature for greedy decoding
+_LOWEST_TEMPERATURE = 1e-6
+# SGLang 0.5.23 (scheduler.py): it says which tokens it kept of at most so many
+_KEPT_TOKENS_FLAG, _MOST_KEPT_TOKENS = "sampling_mask_max_tokens", 4096
+_NEVER_FIT = "training would wait for groups that never fit"
+_OF_LOCAL_SERVERS = excludes("rollout_external_engine_addrs: it is of our local servers: give one")
+_KEPT = (
+    "rollout_top_k > 1: SGLang says which tokens it kept only if their number is limited, and without them"
+    " every ratio would be wrong and no metric show it; 1 is greedy decoding"
+)
+_RETRACTED = (
+    "use_rollout_routing_replay: SGLang recomputes the rows of a retracted request with the new weights, and"
+    " they no longer describe the log-probs that were kept; use in_place or abort"
+)
 ServerScalar = bool | int | float | str
 
 
@@ -31,9 +52,20 @@ class RolloutSection(Section):
     rollout_temperature: float = Field(default=1.0, gt=0)
     """Sampling temperature; the actor computes log-probs at the same temperature.  It must
     be 1.0 with rollout_top_k 1."""
-    rollout_top_p: float = Field(default=1.0, gt=0, le=1)
+    rollout_top_p: Annotated[
+        float,
+        requires(_KEPT),
+    ] = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling; 1 is off.  Below 1 it needs rollout_top_k."""
-    rollout_top_k: int = Field(default=-1, ge=-1)
+    rollout_top_k: Annotated[
+        int,
+        *LIMIT,
+        requires(
+            "rollout_temperature = 1: it is greedy decoding, whose log-probs are those at 1",
+            when="1",
+        ),
+        excludes("loss_type = sft: it samples no token"),
+    ] = -1
     """Sample among the k likeliest tokens; 1 is greedy, -1 is off.  Above 1 the servers say which tokens
     they kept, by top_k and top_p, and all log-probs are those among them."""
     rollout_stop_token_ids: tuple[int, ...] = Field(default=(), strict=False)
@@ -52,23 +84,57 @@ class RolloutSection(Section):
     """Most tokens of one request.  A longer answer is requested in segments, so a crashed server
     loses one segment at most.  Unset: with --max-engine-restarts 256, and 2048 where the run's servers have
     GPUs; else no limit."""
-    sglang_server_concurrency: int | None = Field(default=None, ge=1)
+    sglang_server_concurrency: Annotated[
+        int | None,
+        excludes("rollout_max_concurrency: that is for all servers, this for each: give one"),
+    ] = Field(default=None, ge=1)
     """Requests in flight at once for each server; unset: 64."""
     rollout_max_concurrency: int | None = Field(default=None, ge=1)
     """Requests in flight at once over all servers; unset: sglang_server_concurrency for each."""
-    rollout_buffer_size: int | None = Field(default=None, ge=1)
+    rollout_buffer_size: Annotated[
+        int | None,
+        at_least(f"rollout_batch_size: {_NEVER_FIT}"),
+        at_least(f"over_sampling_batch_size: {_NEVER_FIT}"),
+    ] = Field(default=None, ge=1)
     """Most groups in flight or waiting for training; unset: as many as the staleness allows."""
-    over_sampling_batch_size: int | None = Field(default=None, ge=1)
+    over_sampling_batch_size: Annotated[
+        int | None, at_least("rollout_batch_size: a rollout would never be complete")
+    ] = Field(default=None, ge=1)
     """Groups generated for a rollout.  The first to complete are trained; the others wait for the
     next rollout if they are fresh enough.  Unset: rollout_batch_size, in prompt order."""
-    stale_policy: Literal["drop", "regenerate"] = "drop"
+    stale_policy: Annotated[
+        Literal["drop", "regenerate"],
+        requires(
+            "over_sampling_batch_size > rollout_batch_size: in the order of the prompts no group gets stale"
+        ),
+    ] = "drop"
     """Treatment of a group that would be too stale when trained: drop it, or generate it again."""
-    rollout_filter: tuple[Literal["zero_variance", "aborted"], ...] = Field(
-        default=(), strict=False
-    )
+    rollout_filter: Annotated[
+        tuple[Literal["zero_variance", "aborted"], ...],
+        requires(
+            "n_samples_per_prompt > 1: every group of one would be dropped, and no rollout ever complete",
+            when="*zero_variance*",
+        ),
+        excludes(
+            "rollout_top_k = 1: greedy samples of a prompt are equal, so every group would be dropped",
+            when="*zero_variance*",
+        ),
+    ] = Field(default=(), strict=False)
     """Groups to replace by another prompt's.  zero_variance: those whose rewards are all equal.
     aborted: those with an aborted sample."""
-    pause_generation_mode: Literal["drain", "in_place", "abort", "retract"] = "drain"
+    pause_generation_mode: Annotated[
+        Literal["drain", "in_place", "abort", "retract"],
+        excludes(_RETRACTED, when="retract"),
+        requires(
+            "max_weight_staleness > 0: a rollout that spans an update is at least one version old"
+        ),
+        excludes(
+            "sglang.disable_overlap_schedule = False|0: versions at an update would be off by one"
+        ),
+        excludes(
+            "lora_serving = adapter: nothing is paused for an update, and every answer ends on its version"
+        ),
+    ] = "drain"
     """Treatment of requests in flight during a weight update.  drain: wait for them.  in_place:
     freeze them and continue with the new weights.  abort: abort them and resume from their tokens.
     retract: compute their cache again (not with R3)."""
@@ -76,15 +142,26 @@ class RolloutSection(Section):
     """With R3: treatment of an answer that a server retracted for lack of KV cache.  Its rows
     were rechecked, in forwards that made none of its log-probs.  regenerate: throw the answer away and ask again.
     accept: train it as it is."""
-    flush_cache_on_update: bool = True
+    flush_cache_on_update: Annotated[
+        bool, excludes("lora_serving = adapter: servers keep the prefixes of each version apart")
+    ] = True
     """Do not let requests after an update use prefixes that were cached with older weights."""
-    rollout_external_engine_addrs: tuple[str, ...] = Field(default=(), strict=False)
+    rollout_external_engine_addrs: Annotated[tuple[str, ...], AfterValidator(each_once)] = Field(
+        default=(), strict=False
+    )
     """Servers that somebody else runs, as host:port; empty means that the run starts its own."""
-    opd_teacher_url: str | None = Field(default=None, min_length=1)
+    opd_teacher_url: Annotated[str | None, only_with("opd_type = sglang")] = Field(
+        default=None, min_length=1
+    )
     """SGLang server of the teacher, as http://HOST:PORT (--opd-type sglang)."""
-    rollout_num_engines: int = Field(default=1, ge=1)
+    rollout_num_engines: Annotated[
+        int,
+        _OF_LOCAL_SERVERS,
+    ] = Field(default=1, ge=1)
     """Servers to start.  A prompt goes with all its samples to the least loaded one."""
-    environment: str | None = None
+    environment: Annotated[str | None, excludes("learns_conversations: nothing is generated")] = (
+        None
+    )
     """Environment of several turns: a name (calculator) or module:Class; unset: one turn."""
     environment_max_turns: int = Field(default=4, ge=1)
     """Most turns of an episode."""
@@ -92,20 +169,73 @@ class RolloutSection(Section):
     """Longest turn in tokens; unset means as much as rollout_max_response_len leaves."""
     environment_timeout_s: float = Field(default=300.0, gt=0)
     """Seconds that making the environment, and each of its steps, may take; a longer one ends the run."""
-    environment_samples: Literal["trajectory", "turn"] = "trajectory"
+    environment_samples: Annotated[
+        Literal["trajectory", "turn"],
+        requires("environment"),
+        requires(
+            "steps_per_rollout = 1: turns do not divide into optimizer steps: leave global_batch_size unset"
+        ),
+    ] = "trajectory"
     """Samples to train from an episode: one of the whole trajectory, or one of each turn."""
     rollout_request_timeout_s: float = Field(default=300.0, gt=0)
     """Seconds that a request may take; a later answer is a bad one (--max-bad-answers)."""
     rollout_server_start_timeout_s: float = Field(default=1800.0, gt=0)
     """Seconds that a server may take to start.  A server that ends is noticed at once; large
     checkpoints take many minutes to load."""
-    colocate: bool = False
+    colocate: Annotated[
+        bool,
+        requires("max_weight_staleness = 0: nothing is generated while the ranks train"),
+        excludes(
+            "rollout_external_engine_addrs: it is for servers that the run starts on its own GPUs"
+        ),
+        excludes("lora_serving = adapter: the base is lost with the servers' memory; take merged"),
+        requires("has_engines: there are no turns to take"),
+        excludes("debug_rollout_only: there are no turns to take"),
+    ] = False
     """Trainer and servers take turns on the same GPUs, with max_weight_staleness 0: servers release weights and
     KV cache while the ranks train, and the ranks' memory waits on the host while servers generate."""
-    rollout_server_env: tuple[str, ...] = Field(default=(), strict=False)
+    rollout_server_env: Annotated[
+        tuple[str, ...],
+        _OF_LOCAL_SERVERS,
+    ] = Field(default=(), strict=False)
     """Names of environment variables that servers inherit besides the usual ones (docs/security.md)."""
     sglang: dict[str, ServerScalar | list[ServerScalar]] = {}
     """Any flag of the SGLang server."""
+
+    @check
+    def _sampling(self, run: RunConfig) -> Iterator[str]:
+        if run.samples_per_rollout > _MOST_SAMPLES:
+            yield (
+                f"{run.samples_in_words} samples in a rollout, expected at most {_MOST_SAMPLES}: rank 0"
+                " holds them all"
+            )
+        context, top_k = self.rollout_max_context_len, self.rollout_top_k
+        if context is not None:
+            yield from self.no_room(context, f"rollout_max_context_len {context}")
+        most = self.sglang.get(_KEPT_TOKENS_FLAG, _MOST_KEPT_TOKENS)
+        if isinstance(most, int) and top_k > most:
+            yield (
+                f"rollout_top_k {top_k} is above {most}, the most tokens of which SGLang says that it"
+                f" kept them: set less, or more in sglang.{_KEPT_TOKENS_FLAG}"
+            )
+        temperature = self.rollout_temperature
+        if temperature < _LOWEST_TEMPERATURE:
+            yield (
+                f"rollout_temperature {temperature} is greedy decoding for SGLang, whose log-probs are"
+                " then those at temperature 1, while the actor would compute them at"
+                f" {temperature}: set rollout_top_k 1 and rollout_temperature 1.0"
+            )
+
+    def no_room(self, context: int, name: str) -> Iterator[str]:
+        """Yield lengths of prompts and responses that ``context`` tokens do not hold; name: in words."""
+        prompt, response = self.rollout_max_prompt_len, self.rollout_max_response_len
+        if response >= context:
+            yield f"rollout_max_response_len {response} leaves no room for a prompt in {name}"
+        if prompt is not None and prompt + response > context:
+            yield (
+                f"rollout_max_prompt_len {prompt} + rollout_max_response_len {response} ="
+                f" {prompt + response} exceeds {name}"
+            )
 
     @property
     def samples_per_episode(self) -> int:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -20,9 +20,12 @@ from r3train.config.parallel_settings import ParallelSection
 from r3train.config.recipes import recipe_path
 from r3train.config.replay_settings import ReplaySection
 from r3train.config.rollout_settings import RolloutSection
-from r3train.config.section import Section
+from r3train.config.requirements import check, only_with
+from r3train.config.section import FILE_NAME, Section
 from r3train.config.tracker_settings import TrackersSection
 from r3train.config.trainer_settings import TrainerSection
+
+_PROFILED = only_with("use_pytorch_profiler or record_memory_history")
 
 
 class RunSection(Section):
@@ -33,15 +36,15 @@ class RunSection(Section):
     run_dir: Path | None = Field(default=None, strict=False)
     """Directory of everything the run writes.  Unset means that of the run whose checkpoint in save it goes on
     from, and runs/<UTC time>-<run_name> for a new one."""
-    run_name: str = Field(default="r3train", pattern=r"^[\w.-]+$", max_length=100)
+    run_name: str = Field(default="r3train", pattern=FILE_NAME, max_length=100)
     """Name in the run directory and in titles, of at most 100 characters."""
     dry_run: bool = False
     """Check everything, print the resolved configuration and what a run would do, and stop."""
     world_size: int | None = Field(default=None, ge=1)
     """Number of ranks of all nodes that r3train train starts, or that a --dry-run counts."""
-    estimate: bool = False
+    estimate: Annotated[bool, only_with("dry_run")] = False
     """With --dry-run: print the memory of every rank and server, estimated, and topologies that fit (docs/gpu.md)."""
-    gpu_memory_gb: float | None = Field(default=None, gt=0)
+    gpu_memory_gb: Annotated[float | None, only_with("estimate")] = Field(default=None, gt=0)
     """With --estimate: memory of a GPU in 10^9 bytes.  Unset: that of the GPUs here, and 80 without any."""
     tensorboard: bool = True
     """Write TensorBoard files."""
@@ -54,14 +57,27 @@ class RunSection(Section):
     record_memory_history: bool = False
     """Write a snapshot of CUDA's memory, with its history, to profile/ in the run directory, for
     pytorch.org/memory_viz."""
-    profile_step_start: int = Field(default=10, ge=0)
+    profile_step_start: Annotated[int, _PROFILED] = Field(default=10, ge=0)
     """First rollout that is profiled, counted from 0 as in metrics.jsonl."""
-    profile_step_end: int = Field(default=12, ge=1)
+    profile_step_end: Annotated[int, _PROFILED] = Field(default=12, ge=1)
     """First rollout after those that are profiled."""
-    profile_ranks: tuple[int, ...] = Field(default=(0,), strict=False)
+    profile_ranks: Annotated[tuple[int, ...], _PROFILED] = Field(default=(0,), strict=False)
     """Ranks that are profiled."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     """Level of the log files; the terminal never shows more than rank 0's INFO."""
+
+    @check
+    def _profile(self, run: RunConfig) -> Iterator[str]:
+        if not (self.use_pytorch_profiler or self.record_memory_history):
+            return
+        start, end = self.profile_step_start, self.profile_step_end
+        if end <= start:
+            yield f"profile_step_end {end} is not after profile_step_start {start}"
+        elif start >= run.rollout.num_rollout:
+            yield (
+                f"profile_step_start {start}: the run ends after num_rollout"
+                f" {run.rollout.num_rollout}, so nothing would be profiled"
+            )
 
     def ranks(self, environ: Mapping[str, str]) -> int:
         """The number of ranks: torchrun's, or of a dry run without it those of --world-size.
@@ -163,6 +179,13 @@ class RunConfig(Section):
     @property
     def samples_per_rollout(self) -> int:
         return self.rollout.rollout_batch_size * self.rollout.n_samples_per_prompt
+
+    @property
+    def samples_in_words(self) -> str:
+        return (
+            f"rollout_batch_size {self.rollout.rollout_batch_size} * n_samples_per_prompt"
+            f" {self.rollout.n_samples_per_prompt} = {self.samples_per_rollout}"
+        )
 
     @property
     def samples_per_step(self) -> int:

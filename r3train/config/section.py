@@ -1,12 +1,41 @@
-"""The base of every section of the configuration."""
+"""The base of every section of the configuration, and values that several sections have."""
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from typing import Any, ClassVar
 
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from r3train.config.requirements import Requirement
 
 # a value of a table whose names are another program's
 OverrideScalar = bool | int | float | str
+# what a text must look like -> the same in words
+IMPORT_PATH, URL = r"^[\w.]+:\w+$", r"^https?://\S+$"
+FILE_NAME, SET_NAME = r"^[\w.-]+$", r"^\w[\w.-]*$"
+PATTERNS = {
+    IMPORT_PATH: "module:function, such as rewards_here:short_answer",
+    URL: "http://HOST:PORT or https://HOST",
+    FILE_NAME: "letters, digits, _, . and - only",
+    SET_NAME: "letters, digits, _, . and -, and neither . nor - first",
+}
+
+
+def _no_zero(value: int | None) -> int | None:
+    if value == 0:
+        raise ValueError("expected -1 (no limit) or a number from 1 up")
+    return value
+
+
+def each_once(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the values; raises ValueError for one that is there twice."""
+    if twice := [value for value in values if values.count(value) > 1]:
+        raise ValueError(f"{twice[0]} is named twice")
+    return values
+
+
+# a number of which -1 is no limit
+LIMIT = (Field(ge=-1), AfterValidator(_no_zero))
 
 
 class Section(BaseModel):
@@ -24,7 +53,5 @@ class Section(BaseModel):
         use_attribute_docstrings=True,
         protected_namespaces=(),
     )
-
-    def changed(self) -> list[str]:
-        """Return the names of the settings that are not at their defaults."""
-        return [n for n, f in type(self).model_fields.items() if getattr(self, n) != f.default]
+    # what each setting of the section asks, next to what its field says
+    every_field: ClassVar[tuple[Requirement, ...]] = ()

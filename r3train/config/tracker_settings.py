@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from r3train.config.requirements import only_with
 from r3train.config.section import Section
 
 
@@ -17,26 +17,24 @@ class TrackersSection(Section):
 
     use_wandb: bool = False
     """Send metrics, samples and the configuration to Weights & Biases."""
-    wandb_project: str = Field(default="r3train", min_length=1)
+    wandb_project: Annotated[str, only_with("use_wandb")] = Field(default="r3train", min_length=1)
     """W&B project."""
-    wandb_group: str | None = Field(default=None, min_length=1)
+    wandb_group: Annotated[str | None, only_with("use_wandb")] = Field(default=None, min_length=1)
     """W&B group of the run."""
-    wandb_team: str | None = Field(default=None, min_length=1)
+    wandb_team: Annotated[str | None, only_with("use_wandb")] = Field(default=None, min_length=1)
     """W&B team or user; unset means the key's own."""
-    wandb_mode: Literal["online", "offline", "disabled"] | None = None
+    wandb_mode: Annotated[
+        Literal["online", "offline", "disabled"] | None, only_with("use_wandb")
+    ] = None
     """online, offline (files in the run directory, for wandb sync) or disabled; unset leaves it to W&B's
     own settings."""
     use_mlflow: bool = False
     """Send metrics, samples and the configuration to MLflow."""
-    mlflow_tracking_uri: str | None = Field(default=None, min_length=1)
+    mlflow_tracking_uri: Annotated[str | None, only_with("use_mlflow")] = Field(
+        default=None, min_length=1
+    )
     """MLflow server or store; unset leaves it to MLflow's own settings (MLFLOW_TRACKING_URI)."""
-    mlflow_experiment_name: str = Field(default="r3train", min_length=1)
+    mlflow_experiment_name: Annotated[str, only_with("use_mlflow")] = Field(
+        default="r3train", min_length=1
+    )
     """MLflow experiment."""
-
-    def conflicts(self) -> Iterator[str]:
-        """Yield a complaint for each setting of a tracker that is off."""
-        for tracker in ("wandb", "mlflow"):
-            if getattr(self, f"use_{tracker}"):
-                continue
-            for name in (name for name in self.changed() if name.startswith(tracker)):
-                yield f"{name} is without effect: add --use-{tracker}"

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 import re
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from r3train.config.section import OverrideScalar, Section
+from r3train.config.requirements import at_most, check, excludes, requires
+from r3train.config.section import LIMIT, OverrideScalar, Section
+
+if TYPE_CHECKING:
+    from r3train.config.run import RunConfig
+
+_NOT_LORA = excludes(
+    "lora_rank > 0: only adapters are trained (--target-modules, --exclude-modules)"
+)
+_NOT_ADAPTER = excludes("lora_serving = adapter: servers load adapters from the run directory")
 
 
 class TrainerSection(Section):
@@ -19,10 +29,19 @@ class TrainerSection(Section):
     """Samples of an optimizer step; unset means all samples of a rollout."""
     max_tokens_per_gpu: int = Field(default=4096, ge=1)
     """Most tokens of a microbatch on one rank."""
-    log_probs_chunk_size: int = Field(default=1024, ge=-1)
+    log_probs_chunk_size: Annotated[int, *LIMIT] = 1024
     """Rows of a microbatch whose logits are held in float32 at once, for log-probs and entropy; -1: all.
     Fewer rows take less memory."""
-    reuse_log_probs: Literal["auto", "on", "off"] = "auto"
+    reuse_log_probs: Annotated[
+        Literal["auto", "on", "off"],
+        requires(
+            "steps_per_rollout = 1 or loss_type = sft: several steps' log-probs come from different weights",
+            when="on",
+        ),
+        excludes(
+            "kl_coef > 0: the reward needs the old log-probs before the train forward", when="on"
+        ),
+    ] = "auto"
     """Take the old log-probs from the forward of the train step, and skip the pass that would compute
     them before it.  This is exact with one optimizer step per rollout.  auto: do so then; on: refuse to start
     with more steps; off: never."""
@@ -33,7 +52,7 @@ class TrainerSection(Section):
     bf16, fp16 or fp8."""
     lr: float = Field(default=1e-6, ge=0)
     """Learning rate."""
-    min_lr: float = Field(default=0.0, ge=0)
+    min_lr: Annotated[float, at_most("lr")] = Field(default=0.0, ge=0)
     """Learning rate at the end of a decay."""
     lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
     """Decay of the learning rate after warm-up."""
@@ -47,39 +66,42 @@ class TrainerSection(Section):
     """Decay of Adam's second moment."""
     adam_eps: float = Field(default=1e-8, gt=0)
     """Added to Adam's denominator."""
-    freeze_moe_router: bool = False
+    freeze_moe_router: Annotated[
+        bool,
+        _NOT_LORA,
+    ] = False
     """Do not train the routers: neither their weights nor their expert biases move."""
-    freeze_params: tuple[str, ...] = Field(default=(), strict=False)
+    freeze_params: Annotated[
+        tuple[str, ...],
+        _NOT_LORA,
+    ] = Field(default=(), strict=False)
     """Do not train parameters whose name on disk (Hugging Face's, such as
     model.layers.3.self_attn.o_proj.weight) holds a match of this regular expression."""
     clip_grad: float = Field(default=1.0, ge=0)
     """Gradients are scaled down to this norm; 0 is off."""
     seed: int = Field(default=1234, ge=0)
     """Seed of the actor's random numbers."""
-    update_weight_transfer_mode: Literal["distributed", "disk", "shared_memory"] = "distributed"
+    update_weight_transfer_mode: Annotated[
+        Literal["distributed", "disk", "shared_memory"],
+        _NOT_ADAPTER,
+    ] = "distributed"
     """Transport of new weights to SGLang: a process group (distributed), files (disk), or memory that
     servers on rank 0's node map (shared_memory)."""
-    update_weight_buffer_size: int = Field(default=512 * 1024 * 1024, ge=1)
+    update_weight_buffer_size: Annotated[int, _NOT_ADAPTER] = Field(default=512 * 1024 * 1024, ge=1)
     """Bytes of weights that are sent at once."""
-    update_weight_master_address: str | None = Field(default=None, min_length=1)
+    update_weight_master_address: Annotated[str | None, _NOT_ADAPTER] = Field(
+        default=None, min_length=1
+    )
     """Address or network interface of rank 0's node, where servers join the process group.  Unset:
     loopback if all servers are on this node, else the address that routes to them.  Pipeline stages that
     begin on other nodes take the interface of that name there, else the address that routes."""
-    check_weight_update_equal: bool = False
+    check_weight_update_equal: Annotated[bool, requires("has_engines")] = False
     """After every weight update, compare every tensor of every server with the actor's, bit for bit."""
     peak_tflops: float | None = Field(default=None, gt=0)
     """TFLOP/s that one GPU can do at most (989 of an H100 in bfloat16): writes perf/mfu, the share of it
     that the model's arithmetic takes."""
     ci_test: bool = False
     """Strict checks for continuous integration; they include the R3 check."""
-
-    @field_validator("log_probs_chunk_size")
-    @classmethod
-    def _rows(cls, value: int) -> int:
-        """Refuse 0, which is no number of rows."""
-        if value == 0:
-            raise ValueError("expected -1 (all rows at once) or a number of rows from 1 up")
-        return value
 
     @field_validator("freeze_params")
     @classmethod
@@ -91,3 +113,9 @@ class TrainerSection(Section):
             except re.error as error:
                 raise ValueError(f"{text!r} is no regular expression: {error}") from None
         return value
+
+    @check
+    def _whole_steps(self, run: RunConfig) -> Iterator[str]:
+        samples, step = run.samples_per_rollout, run.samples_per_step
+        if samples % step:
+            yield f"{run.samples_in_words} is not a multiple of global_batch_size {step}"

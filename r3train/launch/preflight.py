@@ -14,12 +14,12 @@ from r3train.algo.rule_checks import check_algorithm
 from r3train.config import RunConfig
 from r3train.config.cross_checks import (
     algorithm_warnings,
+    check_evaluation,
     check_longest_sample,
     check_model,
     check_static,
     replay_warnings,
 )
-from r3train.config.eval_checks import eval_conflicts
 from r3train.config.hf_facts import HfModelFacts, read_hf_facts
 from r3train.config.sources import ConfigError, raise_all
 from r3train.families import FAMILIES, has_sinks, is_of_text_and_images
@@ -390,14 +390,13 @@ def preflight_evaluation(config: RunConfig) -> Job:
     """
     if not config.eval_sets:
         raise ConfigError("--eval-prompt-data is required: there is no evaluation set")
-    complaints = list(eval_conflicts(config))
-    for name in ("wandb", "mlflow"):
-        if getattr(config.trackers, f"use_{name}"):
-            complaints.append(
-                f"--use-{name} has no effect on an evaluation without training, whose numbers stay in"
-                f" --run-dir: --no-use-{name}"
-            )
-    raise_all(complaints)
+    check_evaluation(config)
+    raise_all(
+        f"--use-{name} has no effect on an evaluation without training, whose numbers stay in --run-dir:"
+        f" --no-use-{name}"
+        for name in ("wandb", "mlflow")
+        if getattr(config.trackers, f"use_{name}")
+    )
     check_server_flags(config.rollout.sglang, replay=False)
     starts_server = not (config.run.dry_run or config.rollout.rollout_external_engine_addrs)
     check_export(config.model.hf_checkpoint, weights=starts_server)

@@ -49,7 +49,7 @@ def test_dots_that_are_no_keys_are_none_of_its_parts():
     "flags, words",
     [
         (("--run-name", "n" * 101), "--run-name: string should have at most 100 characters"),
-        (("--eval-prompt-data", "n" * 101, "PROMPTS"), "string should have at most 100 characters"),
+        (("--eval-prompt-data", "n" * 101, "PROMPTS"), "is no name of an evaluation set"),
         (
             ("--rollout-batch-size", "1000000000", "--n-samples-per-prompt", "1000000000"),
             "= 1000000000000000000 samples in a rollout, expected at most 10000000",

@@ -1,94 +1,14 @@
-"""Rules and derived values at their edges: the last setting that passes next to the first that does not."""
+"""Values that follow from several settings, at their edges."""
 
 from __future__ import annotations
 
 import pytest
 
-from r3train.config.cross_checks import check_static
 from tests.unit.config.test_config import config
 
-TOP_P = {"rollout_top_p": 0.9}
 REPLAY = {"use_rollout_routing_replay": True}
 CHECKED = REPLAY | {"enable_r3_correctness_check": True}
-IN_PLACE = {"pause_generation_mode": "in_place", "max_weight_staleness": 1}
 LORA = {"lora_rank": 4}
-PLAYED = {"environment": "some.module:Class", "max_weight_staleness": 0}
-
-
-def complaints(**fields) -> str:
-    try:
-        check_static(config(**fields), 1)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.parametrize(
-    "passes, refused, message",
-    [
-        (
-            {"rollout_top_k": 2, **TOP_P},
-            {"rollout_top_k": 1, **TOP_P},
-            "rollout_top_p 0.9 is without",
-        ),
-        (
-            {"rollout_top_k": 1},
-            {"rollout_top_k": 1, **TOP_P},
-            "rollout_top_p 0.9 is without effect",
-        ),
-        ({"rollout_top_k": 4096}, {"rollout_top_k": 4097}, "rollout_top_k 4097 is above"),
-        (
-            {"rollout_top_k": 1, "rollout_temperature": 1.0},
-            {"rollout_top_k": 1, "rollout_temperature": 0.5},
-            "rollout_top_k 1 is greedy decoding: SGLang ignores rollout_temperature 0.5",
-        ),
-        (
-            {"rollout_top_k": 2, "rollout_temperature": 0.5},
-            {"rollout_temperature": 1e-9},
-            "is greedy decoding for SGLang, whose log-probs are",
-        ),
-        (
-            {"rollout_filter": ["zero_variance"], "n_samples_per_prompt": 2},
-            {"rollout_filter": ["zero_variance"], "n_samples_per_prompt": 1},
-            "zero_variance needs n_samples_per_prompt above 1",
-        ),
-        (
-            {"max_weight_staleness": 0},
-            {"pause_generation_mode": "in_place", "max_weight_staleness": 0},
-            "--pause-generation-mode in_place needs max_weight_staleness above 0",
-        ),
-        (
-            IN_PLACE | {"sglang": {"disable_overlap_schedule": True}},
-            IN_PLACE | {"sglang": {"disable_overlap_schedule": False}},
-            "sglang.disable_overlap_schedule is off, and --pause-generation-mode in_place needs it",
-        ),
-        (
-            {"sglang": {"disable_overlap_schedule": False}},  # drain needs it not
-            IN_PLACE | {"sglang": {"disable_overlap_schedule": False}},
-            "sglang.disable_overlap_schedule is off",
-        ),
-        (
-            {"apply_chat_template": True, "tool_key": "tools"},
-            {"tool_key": "tools"},
-            "tool_key is for the chat template",
-        ),
-        (PLAYED, PLAYED | {"group_rm": True}, "--group-rm scores answers of one turn"),
-        (
-            PLAYED | {"environment_samples": "turn"},
-            PLAYED | {"environment_samples": "turn", "global_batch_size": 4},
-            "which do not divide into optimizer steps",
-        ),
-        (
-            PLAYED | {"global_batch_size": 4},
-            PLAYED | {"environment_samples": "turn", "global_batch_size": 4},
-            "which do not divide into optimizer steps",
-        ),
-    ],
-)
-def test_a_rule_of_rollouts_refuses_from_its_edge_on(passes, refused, message):
-    size = {"rollout_batch_size": 4, "n_samples_per_prompt": 2}
-    assert message in complaints(**size | refused)
-    assert message not in complaints(**size | passes)
 
 
 @pytest.mark.parametrize(
@@ -174,61 +94,6 @@ def test_the_reference_replays_where_there_is_one_and_it_is_asked_to():
     assert both == ("old_log_prob", "ref_log_prob", "train")
 
 
-def test_the_first_rank_of_each_later_stage_broadcasts_weights():
-    two = {"pipeline_model_parallel_size": 2}
-    assert list(config(pipeline_model_parallel_size=4).weight_leaders(8)) == [2, 4, 6]
-    assert list(config(**two).weight_leaders(4)) == [2] and not config().weight_leaders(4)
-    for more in (
-        LORA,
-        {"update_weight_transfer_mode": "disk"},
-        {"replay_rollouts": "dir"},
-    ):
-        assert not config(**two, **more).weight_leaders(4)
-
-
-def test_targets_alone_are_sent_of_adapters_that_are_broadcast():
-    assert config(**LORA).may_send_targets_alone
-    assert not config().may_send_targets_alone
-    assert not config(**LORA, update_weight_transfer_mode="disk").may_send_targets_alone
-
-
-@pytest.mark.parametrize(
-    "fields, due",
-    [
-        ({}, [0, 2, 4, 5]),
-        ({"skip_eval_before_train": True}, [2, 4, 5]),
-        ({"eval_interval": 3}, [0, 3, 5]),
-        ({"eval_interval": None}, [0, 5]),
-    ],
-)
-def test_versions_are_evaluated_at_the_interval_and_at_both_ends(fields, due):
-    sets = {"eval_prompt_data": ["a", "a.jsonl"], "num_rollout": 5, "eval_interval": 2}
-    run = config(**sets | fields)
-    assert [version for version in range(6) if run.eval_due(version)] == due
-    assert not config(num_rollout=5).eval_due(5)
-
-
-def test_an_evaluations_own_settings_come_before_the_runs():
-    names = {"eval_prompt_data": ["a", "a.jsonl", "b", "b.jsonl"]}
-    own = config(
-        **names,
-        rollout_temperature=0.5,
-        eval_temperature=0.0,
-        eval_top_p=0.25,
-        eval_top_k=3,
-        eval_max_response_len=7,
-        eval_input_key="q",
-        eval_label_key="a",
-    )
-    assert [dataset.name for dataset in own.eval_sets] == ["a", "b"]
-    for dataset in own.eval_sets:
-        sampled = (dataset.temperature, dataset.top_p, dataset.top_k, dataset.max_response_len)
-        assert sampled == (0.0, 0.25, 3, 7)
-        assert (dataset.input_key, dataset.label_key) == ("q", "a")
-    runs = config(**names, rollout_temperature=0.5, rollout_max_response_len=9).eval_sets[0]
-    assert (runs.temperature, runs.top_p, runs.top_k, runs.max_response_len) == (0.5, 1.0, -1, 9)
-
-
 def test_the_number_of_ranks_is_torchruns_or_that_of_a_dry_run():
     dry = config(world_size=4, dry_run=True).run
     assert dry.ranks({}) == 4 and dry.ranks({"WORLD_SIZE": "4"}) == 4
@@ -280,27 +145,3 @@ def test_evaluations_have_half_of_the_places_of_rollouts():
     half = run.rollout.max_concurrency // 2
     assert half > 1 and run.eval_places == half
     assert config(eval_max_concurrency=7).eval_places == 7
-
-
-@pytest.mark.parametrize(
-    "value, refused",
-    [
-        (-1.0, False),
-        (0, True),  # of no token at all
-        (1.25, True),
-        (False, False),
-        (True, True),
-        ("none", False),
-        ("1.0", True),
-    ],
-)
-def test_a_capacity_that_drops_replayed_choices_is_refused(value, refused):
-    said = complaints(**REPLAY, transformer_overrides={"moe_expert_capacity_factor": value})
-    assert ("capacity dropping discards replayed choices" in said) is refused
-
-
-def test_a_ratio_of_replayed_experts_needs_replay():
-    message = "--r3-keep-score-ratio needs --use-rollout-routing-replay"
-    assert message in complaints(r3_keep_score_ratio=0.5)
-    assert message not in complaints(r3_keep_score_ratio=0.5, **REPLAY)
-    assert message not in complaints(r3_keep_score_ratio=0.0)

@@ -90,42 +90,6 @@ def test_the_resolved_configuration_reads_back(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ({"eval_interval": 5}, "--eval-interval needs --eval-prompt-data"),
-        ({"eval_temperature": 1.0}, "--eval-temperature needs --eval-prompt-data"),
-        ({"skip_eval_before_train": True}, "--skip-eval-before-train needs --eval-prompt-data"),
-        ({"eval_prompt_data": ("a", "b", "a", "c")}, "two have the name a"),
-        ({"eval_prompt_data": ("a", "b"), "eval_top_k": 0}, "set a: top_k 0 is not a number"),
-        (
-            {
-                "eval_prompt_data": ("a", "b"),
-                "eval_temperature": 0.0,
-                "n_samples_per_eval_prompt": 2,
-            },
-            "n_samples_per_eval_prompt 2 with greedy decoding",
-        ),
-        (
-            {"eval_prompt_data": ("a", "b"), "eval_max_concurrency": 65},
-            "eval_max_concurrency 65 exceeds the 64 requests in flight at once",
-        ),
-        ({"eval_prompt_data": ("a", "b"), "replay_rollouts": "d"}, "no server could answer"),
-        (
-            {
-                "eval_prompt_data": ("a", "b"),
-                "rollout_max_context_len": 64,
-                "eval_max_response_len": 64,
-            },
-            "max_response_len 64 leaves no room for a prompt in rollout_max_context_len 64",
-        ),
-    ],
-)
-def test_what_has_no_effect_or_cannot_be_is_refused(flags, words):
-    with pytest.raises(ConfigError, match=words):
-        check_static(config(**flags), 1)
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
         ({"eval_prompt_data": ("gsm8k",)}, "--eval-prompt-data: expected a name and a file"),
         ({"eval_prompt_data": ("../a", "b")}, "--eval-prompt-data"),
         ({"datasets": [{"name": "a"}]}, r"datasets\.0\.path: field required"),

@@ -24,60 +24,7 @@ def glm(tmp_path_factory):
     return read_hf_facts(write_checkpoint(VARIANTS["glm"], tmp_path_factory.mktemp("glm")))
 
 
-@pytest.mark.parametrize(
-    "message, fields",
-    [
-        ("--lora-alpha has no effect without --lora-rank", dict(lora_alpha=8.0)),
-        ("--target-modules has no effect without", dict(target_modules=["q_proj"])),
-        ("--exclude-modules has no effect without", dict(exclude_modules=["mlp"])),
-        ("--lora-adapter-path has no effect without", dict(lora_adapter_path=Path("a"))),
-        ("--lora-save-hf has no effect without", dict(lora_save_hf="merged")),
-        ("--lora-save-hf needs --save-hf", LORA | dict(lora_save_hf="merged")),
-        (
-            "qkv_proj is unknown; known: all-linear, q_proj",
-            LORA | dict(target_modules=["qkv_proj"]),
-        ),
-        ("have no effect with --lora-rank", LORA | dict(freeze_moe_router=True)),
-        ("have no effect with --lora-rank", LORA | dict(freeze_params=["norm"])),
-        (
-            "moves the routers that --lora-rank holds still",
-            LORA | dict(transformer_overrides={"moe_router_bias_update_rate": 0.01}),
-        ),
-        (
-            "runs shared experts past their adapters",
-            LORA | dict(transformer_overrides={"moe_shared_expert_overlap": True}),
-        ),
-    ],
-)
-def test_settings_that_do_not_go_with_lora_are_refused(message, fields):
-    with pytest.raises(ValueError, match=message):
-        check_static(config(**fields), 1)
-
-
 ADAPTER = LORA | dict(lora_serving="adapter")
-
-
-@pytest.mark.parametrize(
-    "message, fields",
-    [
-        ("--lora-serving has no effect without --lora-rank", dict(lora_serving="adapter")),
-        ("has no effect without servers", dict(replay_rollouts=Path("dumps"))),
-        ("may hold another base", dict(rollout_external_engine_addrs=["127.0.0.1:30000"])),
-        ("in_place has no effect with", dict(pause_generation_mode="in_place")),
-        ("abort has no effect with", dict(pause_generation_mode="abort")),
-        ("prefixes of each version apart", dict(flush_cache_on_update=False)),
-        ("--update-weight-transfer-mode has no", dict(update_weight_transfer_mode="disk")),
-        ("--update-weight-buffer-size has no", dict(update_weight_buffer_size=1024)),
-        ("--update-weight-master-address has no", dict(update_weight_master_address="eth0")),
-        ("no adapter would be sent", dict(debug_rollout_only=True)),
-    ],
-)
-def test_settings_that_do_not_go_with_adapters_on_servers_are_refused(message, fields):
-    if "lora_serving" not in fields:
-        fields = ADAPTER | fields
-    with pytest.raises(ValueError, match=message):
-        check_static(config(**fields), 1)
-    check_static(config(**ADAPTER), 1)
 
 
 def test_adapters_that_sglang_does_not_serve_right_are_refused(tmp_path):

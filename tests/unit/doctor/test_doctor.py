@@ -209,7 +209,7 @@ async def test_the_kv_pools_of_external_servers_are_asked_for(tiny):
 
 
 def test_a_topology_that_does_not_fit_is_found(tiny):
-    assert any("does not divide" in f.text for f in worries(config_of(tiny), world_size=3))
+    assert any("is not a multiple" in f.text for f in worries(config_of(tiny), world_size=3))
 
 
 def test_a_key_that_cannot_be_sent_is_found(tiny, monkeypatch):

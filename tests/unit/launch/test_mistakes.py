@@ -94,7 +94,7 @@ MISTAKES: dict[str, tuple[Make, str]] = {
     # settings and their files
     "a misspelt flag": (flags("--num-rollouts", "3"), "--num-rollout"),
     "a flag of another trainer": (flags("--use-kl-loss"), "Here it is kl_loss_coef above 0"),
-    "turns, and a rollout ahead": (flags("--colocate"), "max_weight_staleness must be 0, not 1"),
+    "turns, and a rollout ahead": (flags("--colocate"), "needs --max-weight-staleness 0 (it is 1)"),
     "a number that is none": (flags("--num-rollout", "many"), "num-rollout"),
     "a number out of range": (flags("--num-rollout", "0"), "num-rollout"),
     "NaN": (flags("--eps-clip", "nan"), "--eps-clip"),
@@ -142,11 +142,11 @@ MISTAKES: dict[str, tuple[Make, str]] = {
     "a cache that loses routes": (flags("--sglang-enable-hicache", "true"), "hierarchical_cache"),
     # sampling
     "top-p without its tokens": (flags("--rollout-top-p", "0.9"), "needs --rollout-top-k"),
-    "top-k 0": (flags("--rollout-top-k", "0"), "set 1 or more, or -1"),
+    "top-k 0": (flags("--rollout-top-k", "0"), "expected -1 (no limit) or a number"),
     "greedy by temperature": (flags("--rollout-temperature", "1e-7"), "greedy decoding"),
     "greedy at another temperature": (
         flags("--rollout-top-k", "1", "--rollout-temperature", "0.7"),
-        "set rollout_temperature 1.0",
+        "needs --rollout-temperature 1 (it is 0.7)",
     ),
     "a stop text that is no token": (
         flags("--rollout-stop", "cat dog"),
@@ -240,7 +240,7 @@ MISTAKES: dict[str, tuple[Make, str]] = {
     "a directory that cannot be made": (flags("--save", "/proc/nothing"), "cannot be made"),
     "an export over the model": (over_the_model, "would replace --hf-checkpoint"),
     "a damaged checkpoint": (damaged_checkpoint, "num_rollouts is -5"),
-    "saves without a place": (flags("--save-interval", "2"), "--save-interval needs --save"),
+    "saves without a place": (flags("--save-interval", "2"), "--save-interval 2 needs --save"),
 }
 
 

@@ -245,15 +245,6 @@ def test_a_tracker_that_cannot_start_or_is_not_installed_is_named(tmp_path, monk
         open_sinks(settings, tmp_path, None)
 
 
-def test_settings_of_a_tracker_that_is_off_are_refused(tmp_path):
-    assert not list(config(tmp_path).trackers.conflicts())
-    found = list(config(tmp_path, wandb_group="g", mlflow_experiment_name="x").trackers.conflicts())
-    assert found == [
-        "wandb_group is without effect: add --use-wandb",
-        "mlflow_experiment_name is without effect: add --use-mlflow",
-    ]
-
-
 def test_a_sample_holds_label_and_metadata_however_large_or_odd():
     label, metadata = {"inputs": ["x" * 10_000]}, {"day": Path("a")}
     made = sample("text", label=label, metadata=metadata)

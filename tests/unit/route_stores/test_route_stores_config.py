@@ -1,41 +1,11 @@
-"""--route-stores: what it cannot go with is refused, and where its stores listen."""
+"""--route-stores: where the stores listen."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from r3train.config.cross_checks import check_static
-from r3train.config.run import RunConfig
-from r3train.config.sources import ConfigError
 from r3train.route_stores import stores
 from r3train.route_stores.stores import bound_and_known, check_servers_host
-
-CONFIG = Path(__file__).resolve().parents[3] / "configs" / "tiny_cpu.toml"
-
-
-def complaints(**flags: object) -> str:
-    with pytest.raises(ConfigError) as refused:
-        check_static(RunConfig.from_sources(file=CONFIG, flags=flags), 2)
-    return str(refused.value)
-
-
-def test_stores_are_off_by_default_and_go_with_replay():
-    config = RunConfig.from_sources(file=CONFIG)
-    assert config.replay.route_stores is False
-    on = dict(route_stores=True, use_rollout_routing_replay=True, plant_bug=None)
-    check_static(RunConfig.from_sources(file=CONFIG, flags=on), 2)
-
-
-def test_stores_without_routes_or_without_a_server_are_refused_with_the_reason():
-    assert "--route-stores needs --use-rollout-routing-replay" in complaints(route_stores=True)
-    text = complaints(
-        route_stores=True, use_rollout_routing_replay=True, replay_rollouts=CONFIG.parent
-    )
-    assert "--replay-rollouts has no server" in text
-    assert "--route-store-host needs --route-stores" in complaints(route_store_host="0.0.0.0")
-
 
 ONE_NODE = {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2"}
 TWO_NODES = {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.9"}
