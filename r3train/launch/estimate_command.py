@@ -26,7 +26,7 @@ from r3train.launch.estimate import (
     training_checkpoint_bytes,
     value_bytes,
 )
-from r3train.launch.recipes import recipe_path
+from r3train.config.recipes import recipe_path
 from r3train.launch.topologies import MARGIN, Fit, fullest_rank, search
 
 # of an H100 with 80 GB

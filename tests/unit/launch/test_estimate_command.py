@@ -15,7 +15,7 @@ from r3train.config.hf_facts import read_hf_facts
 from r3train.families.published import PUBLISHED
 from r3train.launch import topologies
 from r3train.launch.estimate import Model
-from r3train.launch.recipes import recipe_path
+from r3train.config.recipes import recipe_path
 from r3train.launch.topologies import fullest_rank, search
 
 
