@@ -15,7 +15,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from r3train.config.hf_facts import load_json_object
-from r3train.families import cpu_attention_of, is_of_text_and_images, model_type_of
+from r3train.families import (
+    cpu_attention_of,
+    has_linear_attention,
+    is_of_text_and_images,
+    model_type_of,
+)
 from r3train.cuda_environment import set_nccl_defaults, visible_gpus
 from r3train.engine.addresses import interface_of, is_loopback
 from r3train.engine.backend import EngineDied, EngineError
@@ -223,6 +228,9 @@ class SGLangServer:
             }
             if attention := cpu_attention_of(model_type):
                 args["attention_backend"] = attention
+            if has_linear_attention(model_type):
+                # with overlap SGLang takes snapshots of states, which it has kernels for only
+                args["disable_overlap_schedule"] = True
             if self.adapter_flags:
                 args["lora_backend"] = "torch_native"  # cpu/sglang_lora.py has the rest
         elif self.return_routed_experts and not self._names_experts_backend():

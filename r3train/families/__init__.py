@@ -79,6 +79,11 @@ def cpu_attention_of(model_type: str) -> str:
     return FAMILIES[model_type].cpu_attention if model_type in FAMILIES else ""
 
 
+def has_linear_attention(model_type: str) -> bool:
+    """Return True for a family with layers of linear attention, whose states SGLang keeps."""
+    return model_type in FAMILIES and FAMILIES[model_type].layers == "gated_delta_net"
+
+
 def model_type_of(hf_checkpoint: Path) -> str:
     """Return the model_type in a directory's config.json; "" without one."""
     if not (hf_checkpoint / "config.json").is_file():

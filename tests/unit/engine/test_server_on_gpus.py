@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -59,6 +60,15 @@ def test_a_gpt_oss_server_has_attention_with_sinks_on_a_cpu(tmp_path):
     of = {device: SGLangServer(tmp_path, "log", device=device) for device in ("cpu", "cuda")}
     assert "--attention-backend triton" in " ".join(of["cpu"].command())
     assert "--attention-backend" not in of["cuda"].command()
+
+
+@pytest.mark.parametrize("family, overlaps", [("qwen3_moe", True), ("qwen3_next", False)])
+def test_a_server_with_linear_attention_does_not_overlap_on_a_cpu(family, overlaps, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+    for device in ("cpu", "cuda"):
+        server = SGLangServer(tmp_path, "log", exact_boundaries=False, device=device)
+        expected = overlaps or device == "cuda"
+        assert ("--disable-overlap-schedule" not in server.command()) == expected
 
 
 @pytest.mark.parametrize(
