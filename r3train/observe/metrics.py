@@ -28,6 +28,8 @@ SAMPLES_FILE = "samples.jsonl"
 EVAL_DIR = "eval"
 EVAL_METRICS_FILE = f"{EVAL_DIR}/{METRICS_FILE}"
 
+# what a float holds
+_MOST_STEP, _MOST_BITS = 1 << 40, 512
 # JSON has no such numbers, and a reader that meets a bare NaN may refuse the whole file
 NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
@@ -145,10 +147,8 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
         path = path / METRICS_FILE
     steps = {}
     for number, record in enumerate(read_lines(path), start=1):
-        if not isinstance(record.get("step"), int):
-            got = str(record)[:80]
-            raise ValueError(f"{path}:{number}: got {got}, expected an object with a step")
-        steps[record["step"]] = {key: _number(value) for key, value in record.items()}
+        record = _numbers_of(record, f"{path}:{number}")
+        steps[record["step"]] = record
     return [steps[step] for step in sorted(steps)]
 
 
@@ -166,13 +166,11 @@ def read_evaluations(run_dir: str | Path) -> list[dict[str, Any]]:
     path = Path(run_dir) / EVAL_METRICS_FILE
     found: dict[tuple[int, str], dict[str, Any]] = {}
     for number, record in enumerate(read_lines(path) if path.is_file() else [], start=1):
-        step, name = record.get("step"), record.get("name")
-        if not isinstance(step, int) or not isinstance(name, str):
-            raise ValueError(f"{path}:{number}: got {str(record)[:80]}, expected a step and a name")
-        found[step, name] = {
-            key: _number(value) if key.startswith("eval/") else value
-            for key, value in record.items()
-        }
+        place, name = f"{path}:{number}", record.get("name")
+        if not isinstance(name, str):
+            raise ValueError(f"{place}: got {str(record)[:80]}, expected a name")
+        record = _numbers_of(record, place) | {"name": name}
+        found[record["step"], name] = record
     return [found[key] for key in sorted(found)]
 
 
@@ -261,6 +259,14 @@ def _line(step: int, values: Mapping[str, Any]) -> dict[str, Any]:
     return line | names
 
 
-def _number(value: Any) -> Any:
-    """A value of a line, with a name of a number as that number."""
-    return NOT_FINITE.get(value, value) if isinstance(value, str) else value
+def _numbers_of(record: dict[str, Any], place: str) -> dict[str, Any]:
+    """A line's object with names of numbers as these numbers; raises ValueError for one without a step."""
+    if type(step := record.get("step")) is not int or not 0 <= step < _MOST_STEP:
+        expected = f"expected an integer from 0 to {_MOST_STEP}"
+        raise ValueError(f"{place}: step is {step!r:.40}, {expected}")
+    for key, value in record.items():
+        if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+            raise ValueError(
+                f"{place}: {key} is {value!r:.20}..., expected {_MOST_BITS} bits at most"
+            )
+    return {k: NOT_FINITE.get(v, v) if isinstance(v, str) else v for k, v in record.items()}

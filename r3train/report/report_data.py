@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
-from r3train.observe.metrics import numbers
-from r3train.report.run_files import (
-    read_evaluations,
-    read_samples,
-    read_steps,
-    read_uses_r3,
-    Sample,
-)
+import msgspec
+
+from r3train.config.files import read_toml
+from r3train.data.json_lines import read_lines
+from r3train.observe.metrics import numbers, read_evaluations, read_metrics, SAMPLES_FILE
 from r3train.audit.audit_run import audit_run
 from r3train.audit.findings import Audit, AuditedStep, ranges
 from r3train.proof.verdicts import FAILED, NO_EVIDENCE, PASSED
 
 STEP_S, ROLLOUT_S, R3_PASSED = "perf/step_s", "perf/rollout_s", "r3/passed"
+_CONFIG_FILE = "config.toml"
 DRIFT_OF_LAYER = "r3/drift_left_layer_"  # and the layer's number
 # Parts of a step's wall time in the order of the loop: name, metric, the part that it lies within.
 TIMES = (
@@ -75,20 +73,49 @@ class StepCheck:
         return self.counts["num_calls"] / expected if expected else None
 
 
-@dataclass
-class RunReport:
-    """One run's metrics, evidence and samples; parts that are missing are empty.
+class Sample(msgspec.Struct, frozen=True):
+    """One line of samples.jsonl, as far as a report shows it."""
 
-    notices: the damage that was left out, in words.
-    """
+    kind: Literal["worst", "slowest", "best"]
+    step: int
+    reward: float
+    response_len: int
+    text: str
+    generation_s: float | None = None
+    finish_reason: str = ""
+    prompt: str = ""
+    label: Any = None  # any JSON value
+
+
+@dataclass
+class RunCurves:
+    """One run's metrics by step, as lines of charts."""
 
     name: str
-    uses_r3: bool | None  # None: not known
     records: list[dict[str, Any]]
+
+    def series(self, key: str, *, positive: bool = False) -> list[tuple[int, float]]:
+        """Steps and numbers of a metric that can be drawn; ``positive`` for a logarithmic axis."""
+        return [(s, v) for s, v in zip(*numbers(self.records, key)) if _drawable(v, positive)]
+
+    def left_out(self, key: str, *, positive: bool = False) -> str:
+        """The numbers that ``series`` leaves out, in words: "nan at steps 2, 4"; "" for none."""
+        steps: dict[str, list[int]] = {}
+        for step, value in zip(*numbers(self.records, key)):
+            if not _drawable(value, positive):
+                steps.setdefault(f"{value:.3g}", []).append(step)
+        words = [f"{v} at step{'s' * (len(of) > 1)} {ranges(of)}" for v, of in steps.items()]
+        return "; ".join(words[:3]) + f"; and {len(words) - 3} more" * (len(words) > 3)
+
+
+@dataclass
+class RunReport(RunCurves):
+    """One run's metrics, evidence and samples; parts that are missing are empty."""
+
+    uses_r3: bool | None  # None: not known
     audit: Audit
     samples: list[Sample]
     evaluations: dict[str, list[dict[str, Any]]]  # numbers, by set
-    notices: list[str]
 
     @cached_property
     def heat(self) -> HeatMap | None:
@@ -115,17 +142,13 @@ class RunReport:
 
         Means of a column's steps; None without it.
         """
-        found: dict[int, dict[int, float]] = {}
-        for record in self.records:
-            for key, value in record.items():
-                number = key.removeprefix(DRIFT_OF_LAYER)
-                if number != key and number.isdecimal() and value is not None and 0 <= value <= 1:
-                    found.setdefault(record["step"], {})[int(number)] = value
-        if not found:
+        numbers = {key.removeprefix(DRIFT_OF_LAYER) for record in self.records for key in record}
+        layers = sorted(int(n) for n in numbers if n.isdecimal())
+        found = {layer: dict(self.series(f"{DRIFT_OF_LAYER}{layer}")) for layer in layers}
+        columns = columns_of(sorted({step for of in found.values() for step in of}))
+        if not columns:
             return None
-        layers = sorted({layer for of in found.values() for layer in of})
-        columns = columns_of(sorted(found))
-        values = [[_mean_of(found, column, layer) for column in columns] for layer in layers]
+        values = [[_mean_of(found[layer], column) for column in columns] for layer in layers]
         most = max(value for row in values for value in row if value is not None)
         spans = [(column[0], column[-1]) for column in columns]
         return HeatMap(layers, spans, values, most=max(most, _LEAST_SHADE))
@@ -151,19 +174,6 @@ class RunReport:
         """Weight versions and a number of an evaluation set; those that can be drawn."""
         lines = self.evaluations.get(name, [])
         return [(v, n) for v, n in zip(*numbers(lines, key)) if _drawable(n, positive=False)]
-
-    def series(self, key: str, *, positive: bool = False) -> list[tuple[int, float]]:
-        """Steps and numbers of a metric that can be drawn; ``positive`` for a logarithmic axis."""
-        return [(s, v) for s, v in zip(*numbers(self.records, key)) if _drawable(v, positive)]
-
-    def left_out(self, key: str, *, positive: bool = False) -> str:
-        """The numbers that ``series`` leaves out, in words: "nan at steps 2, 4"; "" for none."""
-        steps: dict[str, list[int]] = {}
-        for step, value in zip(*numbers(self.records, key)):
-            if not _drawable(value, positive):
-                steps.setdefault(f"{value:.3g}", []).append(step)
-        words = [f"{v} at step{'s' * (len(of) > 1)} {ranges(of)}" for v, of in steps.items()]
-        return "; ".join(words[:3]) + f"; and {len(words) - 3} more" * (len(words) > 3)
 
     def mean(self, key: str, *, last_tenth: bool = False) -> float | None:
         """The mean over the steps, or over the last tenth of them; None without a number."""
@@ -195,23 +205,55 @@ class RunReport:
         return {"rollout": busy, "idle": max(0.0, total - busy)}
 
 
-def load_run(path: Path, name: str, keys: Collection[str] = ()) -> RunReport:
+def load_run(path: Path, name: str) -> RunReport:
     """Read a run directory.
 
-    keys: metrics that the caller draws, next to those of the times and the verdict.
-    Raises ValueError where the run's metrics are missing or cannot be read.
+    Raises ValueError, with file and line, for what cannot be read but a last line that a writer is at.
     """
-    notices: list[str] = []
-    drawn = {*keys, *(key for _, key, _ in TIMES), STEP_S, ROLLOUT_S, R3_PASSED}
+    try:
+        records = read_metrics(path)
+    except FileNotFoundError:
+        raise ValueError(f"{path}: no metrics.jsonl: is it a run directory?") from None
     return RunReport(
         name,
-        records=read_steps(path, drawn, notices, of_layers=DRIFT_OF_LAYER),
-        uses_r3=read_uses_r3(path, notices),
-        samples=_to_report(read_samples(path, notices)),
+        records,
+        uses_r3=_uses_r3(path),
         audit=audit_run(path, keep_steps=True),
-        evaluations=read_evaluations(path, notices),
-        notices=notices,
+        samples=_to_report(_read_samples(path / SAMPLES_FILE)),
+        evaluations=_evaluations(path),
     )
+
+
+def _read_samples(path: Path) -> list[Sample]:
+    samples = []
+    for number, record in enumerate(read_lines(path) if path.exists() else (), start=1):
+        try:
+            samples.append(msgspec.convert(record, Sample))
+        except msgspec.ValidationError as error:
+            raise ValueError(f"{path}:{number}: {error}") from None
+    return samples
+
+
+def _evaluations(run_dir: Path) -> dict[str, list[dict[str, Any]]]:
+    """The numbers of each evaluation set, by name: ``step`` (the version) and those of its keys."""
+    sets: dict[str, list[dict[str, Any]]] = {}
+    for record in read_evaluations(run_dir):
+        start = f"eval/{record['name']}/"
+        of_set = {k.removeprefix(start): v for k, v in record.items() if k.startswith(start)}
+        sets.setdefault(record["name"], []).append({"step": record["step"], **of_set})
+    return dict(sorted(sets.items()))
+
+
+def _uses_r3(run_dir: Path) -> bool | None:
+    """The run's setting of routing replay; None where it is not known."""
+    try:
+        replay = read_toml(run_dir / _CONFIG_FILE).get("replay")
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise ValueError(f"{run_dir / _CONFIG_FILE}: {error}") from None
+    value = replay.get("use_rollout_routing_replay") if isinstance(replay, dict) else None
+    return value if isinstance(value, bool) else None
 
 
 def columns_of(steps: Sequence[_T]) -> list[Sequence[_T]]:
@@ -225,8 +267,8 @@ def _drawable(value: float, positive: bool) -> bool:
     return _SMALLEST <= size <= _LARGEST or (value == 0 and not positive)
 
 
-def _mean_of(found: dict[int, dict[int, float]], steps: Sequence[int], layer: int) -> float | None:
-    values = [found[step][layer] for step in steps if layer in found[step]]
+def _mean_of(numbers: dict[int, float], steps: Sequence[int]) -> float | None:
+    values = [numbers[step] for step in steps if step in numbers]
     return sum(values) / len(values) if values else None
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from r3train.report.report_data import columns_of, HeatMap, RunReport, StepCheck
+from r3train.report.report_data import columns_of, HeatMap, RunCurves, RunReport, StepCheck
 from r3train.audit.findings import ranges
 from r3train.proof.verdicts import FAILED, NO_EVIDENCE, PASSED
 
@@ -20,68 +20,52 @@ _MAX_POINTS = 1000
 _MAX_MARKED = 60  # points of a line that has a mark at each
 _MAX_NAMED = 8  # failed steps of a strip
 
-# metric, title, note, logarithmic
-CHARTS = (
-    ("rollout/reward_mean", "Reward", "mean over the samples of a step", False),
-    ("train/loss", "Loss", "", False),
-    ("train/entropy", "Entropy", "nats a token, of the actor", False),
-    ("rollout/response_len_mean", "Response length", "tokens", False),
-    ("rollout/staleness_mean", "Staleness", "weight versions behind, mean", False),
-    ("rollout/generation_s_max", "Slowest sample", "seconds of generation", False),
-    ("perf/tokens_per_s", "Throughput", "generated tokens per second of wall time", False),
-    ("train/grad_norm", "Gradient norm", "before clipping", False),
-    ("train/log_prob_gap_mean", "Log-prob gap, mean", "|actor - engine|, nats", True),
-    ("train/log_prob_gap_k3", "Log-prob gap, k3 KL", "estimate of KL(engine, actor)", True),
-    ("train/log_prob_gap_far_share", "Extreme tokens", "share with |gap| above ln 2", False),
-    (
-        "train/log_prob_gap_p999",
-        "Log-prob gap, p99.9",
-        "nats; of a step's optimizer steps the largest p99.9",
-        True,
+_FAR, _P999 = "train/log_prob_gap_far_share", "train/log_prob_gap_p999"
+# title: note, metrics of which the second is dashed; those of _LOG have a logarithmic axis
+CHARTS = {
+    "Reward": ("mean over the samples of a step", "rollout/reward_mean"),
+    "Loss": ("", "train/loss"),
+    "Entropy": ("nats per token, of the actor", "train/entropy"),
+    "Response length": ("tokens", "rollout/response_len_mean"),
+    "Staleness": ("weight versions behind, mean", "rollout/staleness_mean"),
+    "Slowest sample": ("seconds of generation", "rollout/generation_s_max"),
+    "Throughput": ("generated tokens per second of wall time", "perf/tokens_per_s"),
+    "Gradient norm": ("before clipping", "train/grad_norm"),
+    "Log-prob gap": (
+        "|actor - engine|, nats: mean; dashed: the largest of a token",
+        *("train/log_prob_gap_mean", "train/log_prob_gap_max"),
     ),
-    ("train/log_prob_gap_max", "Log-prob gap, largest", "nats", True),
-    (
-        "r3/drift_left",
-        "Route drift",
+    "Log-prob gap, k3 KL": ("estimate of KL(engine, actor)", "train/log_prob_gap_k3"),
+    "Extreme tokens": ("share with |gap| above ln 2", _FAR),
+    "Log-prob gap, p99.9": ("nats; of a step's optimizer steps the largest p99.9", _P999),
+    "Route drift": (
         "share of rows whose live choice left the replayed experts, mean over layers",
-        False,
+        "r3/drift_left",
     ),
-    (
-        "r3/drift_gate_mass",
-        "Gate mass on replayed experts",
+    "Gate mass on replayed experts": (
         "over that on the live choice, mean over layers",
-        False,
+        "r3/drift_gate_mass",
     ),
-    ("r3/drift_load_entropy", "Expert load", "entropy of the live choice; 1: even", False),
-    ("r3/drift_dead_experts", "Dead experts", "chosen by no row, mean over layers", False),
-)
-# two metrics in one chart, the second dashed; title, note
-PAIRS = (
-    (
-        "perf/train_wait_share",
-        "perf/rollout_idle_share",
-        "Waiting",
+    "Expert load": ("entropy of the live choice; 1: even", "r3/drift_load_entropy"),
+    "Dead experts": ("chosen by no row, mean over layers", "r3/drift_dead_experts"),
+    "Waiting": (
         "share of wall time; solid: training waits, dashed: generation idles",
+        *("perf/train_wait_share", "perf/rollout_idle_share"),
     ),
-    (
-        "rollout/retracted",
-        "rollout/retracted_samples",
-        "Retractions",
+    "Retractions": (
         "answers that a server retracted for lack of KV cache; dashed: samples trained with one",
+        *("rollout/retracted", "rollout/retracted_samples"),
     ),
-    (
-        "r3/agreement",
-        "r3/agreement_chance_equal",
-        "Routing agreement",
+    "Routing agreement": (
         "share of rows with the replayed experts; dashed: chance",
+        *("r3/agreement", "r3/agreement_chance_equal"),
     ),
-    (
-        "r3/agreement_current_equal",
-        "r3/agreement_stale_equal",
-        "Routing agreement by weight version",
+    "Routing agreement by weight version": (
         "share of rows; solid: of the actor's own version, dashed: of staler ones",
+        *("r3/agreement_current_equal", "r3/agreement_stale_equal"),
     ),
-)
+}
+_LOG = ("Log-prob gap", "Log-prob gap, k3 KL", "Log-prob gap, p99.9")
 
 
 @dataclass(frozen=True)
@@ -109,19 +93,22 @@ class Chart:
 
 def charts(runs: Sequence[RunReport]) -> list[Chart]:
     """Every line chart for which one run has a number at least, or one that cannot be drawn."""
-    out = _evaluations(runs)
-    for key, title, note, log in CHARTS:
-        lines = [Line(i, run.name, run.series(key, positive=log)) for i, run in enumerate(runs)]
-        out.append(Chart(title, note, lines, log, _missing(runs, key, log)))
-    for solid, dashed, title, note in PAIRS:
-        lines = []
-        for i, run in enumerate(runs):
-            lines.append(Line(i, run.name, run.series(solid)))
-            lines.append(Line(i, f"{run.name}, dashed", run.series(dashed), dashed=True))
-        missing = _missing(runs, solid, False) + _missing(runs, dashed, False)
-        out.append(Chart(title, note, lines, missing=missing))
-    out.append(_coverage(runs))
+    out = [*_evaluations(runs), *(chart(title, runs) for title in CHARTS), _coverage(runs)]
     return [c for c in out if c.missing or any(line.points for line in c.lines)]
+
+
+def chart(title: str, runs: Sequence[RunCurves]) -> Chart:
+    """One of ``CHARTS`` with the lines of the runs."""
+    note, *keys = CHARTS[title]
+    log, lines, missing = title in _LOG, [], []
+    for i, run in enumerate(runs):
+        for key, name in zip(keys, (run.name, f"{run.name}, dashed")):
+            points = run.series(key, positive=log)
+            lines.append(Line(i, name, points, dashed=name != run.name))
+            if words := run.left_out(key, positive=log):
+                axis = " (logarithmic axis)" if log else ""
+                missing.append(f"{name}: not drawn{axis}: {words}")
+    return Chart(title, note, lines, log, missing)
 
 
 def _evaluations(runs: Sequence[RunReport]) -> list[Chart]:
@@ -142,12 +129,6 @@ def _evaluations(runs: Sequence[RunReport]) -> list[Chart]:
         note = "mean reward and its standard error" + (f"; dashed: pass@{most}" if most > 1 else "")
         out.append(Chart(f"Evaluation: {name}", note, lines, over="weight version"))
     return out
-
-
-def _missing(runs: Sequence[RunReport], key: str, log: bool) -> list[str]:
-    found = [(run.name, run.left_out(key, positive=log)) for run in runs]
-    axis = " (logarithmic axis)" if log else ""
-    return [f"{name}: not drawn{axis}: {words}" for name, words in found if words]
 
 
 def _coverage(runs: Sequence[RunReport]) -> Chart:

@@ -14,10 +14,9 @@ import jinja2
 from plotly.offline import get_plotlyjs
 
 from r3train.config.files import write_atomically
+from r3train.config.sources import plain
 from r3train.report.report_data import load_run, RunReport, StepCheck
 from r3train.report.report_figures import (
-    CHARTS,
-    PAIRS,
     PALETTE,
     chart_figure,
     charts,
@@ -44,11 +43,6 @@ _COMPARED = (
     ("tokens per second, mean", "perf/tokens_per_s", False),
     ("seconds per step, mean", "perf/step_s", False),
     ("seconds of rollout a step, mean", "perf/rollout_s", False),
-)
-_KEYS = (
-    {key for key, *_ in CHARTS}
-    | {key for pair in PAIRS for key in pair[:2]}
-    | {key for _, key, _ in _COMPARED}
 )
 # Dark enough for white words, and none of the runs' colours.
 _PART_COLOURS = {
@@ -83,12 +77,11 @@ _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 def report(run_dirs: tuple[Path, ...], output: Path | None, png: Path | None) -> None:
     """Write RUN_DIRS side by side as one self-contained HTML page."""
     try:
-        runs = [load_run(path, name, _KEYS) for path, name in zip(run_dirs, names(run_dirs))]
+        runs = [load_run(path, name) for path, name in zip(run_dirs, names(run_dirs))]
     except ValueError as error:
-        raise click.UsageError(str(error)) from None
-    for run in runs:
-        for notice in run.notices:
-            click.echo(f"{run.name}: {notice}", err=True)
+        raise click.UsageError(plain(str(error))) from None
+    except OSError as error:
+        raise click.UsageError(plain(f"{error.filename}: {error.strerror}")) from None
     page = render(runs)
     hint = "" if output else ": give --output"
     # a link of that name in a stranger's directory is replaced; one that --output names is followed

@@ -115,14 +115,10 @@ def test_route_drift_is_drawn_for_every_layer_and_step(tmp_path):
     assert "route_drift_of_layers_1_run.png" in printed and "agreement" not in printed
 
 
-def test_drift_of_many_steps_is_a_mean_and_damage_is_left_out(tmp_path):
-    run = drifting(tmp_path / "run", 240)
-    with (run / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 240, "r3/drift_left_layer_2": "much", "r3/drift_left_layer_3": 7}\n')
-    loaded = load_run(run, "run")
-    assert len(loaded.drift.columns) == 120 and loaded.drift.columns[5] == (10, 11)
-    assert loaded.drift.values[1][5] == pytest.approx(0.0105)
-    assert "r3/drift_left_layer_2 is 'much', expected a number" in loaded.notices[0]
+def test_drift_of_many_steps_is_a_mean(tmp_path):
+    drift = load_run(drifting(tmp_path / "run", 240), "run").drift
+    assert len(drift.columns) == 120 and drift.columns[5] == (10, 11)
+    assert drift.values[1][5] == pytest.approx(0.0105)
 
 
 def test_retractions_are_drawn_with_the_samples_that_were_trained_so(tmp_path):
@@ -240,24 +236,3 @@ def test_every_evaluation_set_has_a_chart_over_versions_with_its_standard_error(
     assert "error_y" not in alone[0]
     titles = list(page.figures)
     assert titles.index("Evaluation: held-out") < titles.index("Reward")
-
-
-def test_damaged_evaluations_are_left_out_and_named(tmp_path):
-    run = with_evaluations(tmp_path / "run")
-    path = run / "eval" / "metrics.jsonl"
-    lines = path.read_text().splitlines()
-    damaged = [
-        "[]",
-        '{"step": -1, "name": "x"}',
-        '{"step": 9, "name": "held-out", "eval/held-out/mean": []}',
-    ]
-    path.write_text("\n".join([*lines, *damaged]) + "\n" + '{"step": 3, ')
-    page = page_of(run)
-    assert page.lines("Evaluation: held-out")["run"] == [(0, 0.125), (2, 0.5)]
-    for words in (
-        "line 5: got a list, expected an object",
-        "line 6: expected a step and a name",
-        "line 7: eval/held-out/mean is [], expected a number",
-        "metrics.jsonl ends within a line",
-    ):
-        assert words in page.words
