@@ -401,7 +401,7 @@ class Fingerprint(int):
 class ReplayEvidence:
     """One router call of one rank, or the sum of several.  Counted on the device, read once per step.
 
-    A sum is of calls in which nothing is wrong (see ``proof.check.sums_of``): its counts and its
+    A sum is of calls in which nothing is wrong (see ``proof.judge.sums_of``): its counts and its
     fingerprint are theirs together, and its microbatch is the first of theirs.
 
     A record of stage sampling_mask is one application of sampling masks to logits.  Its layer is

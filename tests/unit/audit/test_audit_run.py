@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -367,6 +369,17 @@ def test_a_running_job_is_judged_by_the_steps_that_were_whole_at_the_beginning(
     assert judged == [0, 1, 2, 3] and audit.verdict == "passed", audit.findings
     assert audit.numbers == whole.numbers
     assert audit_run(run).numbers["steps"] == 9 and len(list(run.glob("evidence/*.gz"))) > 4
+
+
+def test_there_may_be_more_ranks_than_the_process_may_open_files(tmp_path):
+    run = write_run(tmp_path / "run", range(1), ranks=40)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = len(os.listdir("/proc/self/fd")) + 20
+    resource.setrlimit(resource.RLIMIT_NOFILE, (few, before[1]))
+    try:
+        assert audit_run(run).verdict == "passed"
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_the_numbers_are_those_of_all_steps_at_the_time_that_counts(tmp_path):
