@@ -27,11 +27,10 @@ from r3train.launch.estimate import (
     value_bytes,
 )
 from r3train.launch.gpus import server_gpus
+from r3train.launch.topologies import MARGIN
 
 # of a rank or a server before it holds anything: torch, Megatron, SGLang
 PROCESS_BYTES = 1 << 29
-# CUDA's context, NCCL's buffers, the allocator's fragments
-_GPU_MARGIN = 0.1
 _HOST_MARGIN = 2 << 30
 
 
@@ -125,5 +124,5 @@ def check_gpus(config: RunConfig, node: Node, rank: StageRanks | None) -> Findin
     if shared:
         parts["SGLang"] = server_fraction(config, node.gpu_bytes) * node.gpu_bytes
         remedy += ", a lower --sglang-mem-fraction-static, or a GPU of its own for SGLang"
-    margin = _GPU_MARGIN * node.gpu_bytes
+    margin = MARGIN * node.gpu_bytes
     yield room("GPU memory", "a GPU", node.gpu_bytes, parts, remedy, margin=margin)

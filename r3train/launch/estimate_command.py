@@ -134,97 +134,60 @@ def _lines(
         f" experts, {amount(total.total * value_bytes(config))} of weights"
         + (f"; {total.adapters / GIGA:,.2f} billion of adapters" if config.lora.enabled else "")
     )
-    yield (
-        f"{world_size} GPUs of {gpu_bytes / GIGA:,.0f} GB ({amount(gpu_bytes)}) train; estimated, nothing"
-        " of it measured (docs/gpu.md)"
-    )
     rows = [_HEAD]
     try:
         own = fullest_rank(config, model, world_size)
     except ConfigError as error:
         yield from (f"this recipe's topology: {line}" for line in str(error).splitlines())
     else:
-        yield from _rank_lines(config, stages(config, model, world_size), gpu_bytes)
-        rows.append(_row("this recipe", own, gpu_bytes))
+        for stage in stages(config, model, world_size):
+            rows.append(_row("this recipe", own, stage, gpu_bytes))
         fits = [fit for fit in fits if fit.name != own.name]
-    rows += [_row("fits", fit, gpu_bytes) for fit in fits]
-    yield "GiB of the fullest rank by topology; the best that fit, microbatches of as many tokens as here:"
+    rows += [_row("fits", fit, fit.fullest, gpu_bytes) for fit in fits]
+    yield (
+        f"{world_size} GPUs of {gpu_bytes / GIGA:,.0f} GB ({amount(gpu_bytes)}) train; GiB of a rank,"
+        " estimated, nothing of it measured (docs/gpu.md):"
+    )
     widths = [max(map(len, column)) for column in zip(*rows)]
     for row in rows:
-        words = (
-            word.ljust(w) if i < 2 else word.rjust(w)
-            for i, (word, w) in enumerate(zip(row, widths))
-        )
-        yield "  " + "  ".join(words)
+        words = (f"{word:{'<' if i < 3 else '>'}{widths[i]}}" for i, word in enumerate(row))
+        yield f"  {'  '.join(words)}"
+    yield (
+        f"  assumed: microbatches of {config.trainer.max_tokens_per_gpu:,} tokens a rank (--max-tokens-per-gpu),"
+        " of as many in all in the others; experts chosen alike, attention that keeps no scores; CUDA, NCCL and"
+        " fragments on top, 2 to 6 GiB"
+    )
     yield from _elsewhere(config, model, world_size)
     if config.has_engines:
         yield from _server_lines(config, model, gpu_bytes, longest_prompt)
 
 
 _HEAD = (
-    *("", "topology", "weights", "gradients", "optimizer", "activations", "peak", "of a GPU"),
-    "on the host",
+    *("", "topology", "ranks", "weights", "gradients", "optimizer", "activations", "peak"),
+    *("of a GPU", "on the host"),
 )
 
 
-def _row(mark: str, fit: Fit, gpu_bytes: float) -> tuple[str, ...]:
-    held, total = fit.fullest.held, fit.fullest.total
+def _row(mark: str, fit: Fit, stage: StageRanks, gpu_bytes: float) -> tuple[str, ...]:
+    held, total = stage.held, stage.total
+    host = held.offloaded + held.reference
+    if fit.config.rollout.colocate:  # while servers generate
+        host += held.weights + held.optimizer
     sizes = (held.weights, held.gradients, held.optimizer, total - held.rank, total)
-    share = f"{total / gpu_bytes:.0%}"
-    gib = [f"{size / 2**30:,.1f}" for size in (*sizes, held.offloaded + held.reference)]
-    return mark, fit.name, *gib[:-1], share, gib[-1]
-
-
-def _rank_lines(config: RunConfig, ranks: list[StageRanks], gpu_bytes: float) -> Iterator[str]:
-    for stage in ranks:
-        yield _stage_line(stage, gpu_bytes)
-    yield (
-        f"  assumed: microbatches of --max-tokens-per-gpu {config.trainer.max_tokens_per_gpu:,},"
-        " experts chosen alike, attention that keeps no scores; CUDA, NCCL and fragments on top,"
-        " 2 to 6 GiB"
+    return (
+        *(mark, fit.name, f"{stage.ranks[0]} to {stage.ranks[-1]}"),
+        *(f"{size / 2**30:,.1f}" for size in sizes),
+        *(f"{total / gpu_bytes:.0%}", f"{host / 2**30:,.1f}"),
     )
-    held = ranks[0].held
-    if ranks[0].update > ranks[0].passes:
-        yield (
-            f"  an update of the servers' weights takes {amount(ranks[0].update)} (three of"
-            " --update-weight-buffer-size), more than activations and logits"
-        )
-    away = held.weights + held.optimizer if config.rollout.colocate else 0
-    for what, size in (
-        ("reference or teacher", held.reference),
-        ("optimizer", held.offloaded),
-        ("weights and optimizer while servers generate", away),
-    ):
-        if size:
-            yield f"on the host, a rank: {what} {amount(size)}"
-
-
-def _stage_line(stage: StageRanks, gpu_bytes: float) -> str:
-    ranks, layers, held = stage.ranks, stage.layers, stage.held
-    parts = {
-        "weights": held.weights,
-        "gradients": held.gradients,
-        "optimizer": held.optimizer,
-        "activations": stage.activations,
-        "a layer's backward": stage.layer,
-        "logits": stage.logits,
-    }
-    who = f"rank {ranks[0]}" if len(ranks) == 1 else f"each of ranks {ranks[0]} to {ranks[-1]}"
-    what = f"layers {layers[0]} to {layers[-1]}" if layers else "no layer"
-    listed = ", ".join(f"{name} {amount(size)}" for name, size in parts.items())
-    share = stage.total / gpu_bytes
-    verdict = "too much" if share > 1 else f"{share:.0%} of a GPU"
-    return f"{who} ({what}): {listed}; {amount(stage.total)} at the peak, {verdict}"
 
 
 def _elsewhere(config: RunConfig, model: Model, world_size: int) -> Iterator[str]:
     """Yield what the host of rank 0 and the disk hold."""
     hf, weights = model.hf, model.total.total * value_bytes(config)
     if config.replay.use_rollout_routing_replay and hf.is_moe:
-        held = config.rollout.buffer_groups * config.rollout.n_samples_per_prompt
+        most = config.rollout.buffer_groups * config.rollout.n_samples_per_prompt
         yield (
-            f"routes on the host of rank 0: {route_text(config, hf)}, the buffer may hold"
-            f" {held / config.samples_per_rollout:.2g} rollouts (--max-weight-staleness)"
+            f"routes on the host of rank 0: {route_text(config, hf)}; the buffer may hold {most:,} samples"
         )
     if config.has_engines and config.trainer.update_weight_transfer_mode == "shared_memory":
         yield f"weights for the servers, on the host of rank 0: {amount(weights)}"

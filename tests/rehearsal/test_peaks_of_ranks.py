@@ -29,6 +29,12 @@ STAGED = {
     "pipeline_model_parallel_size": 4,
     "recompute_method": "block",
 }
+# as `r3train estimate` proposes them: experts that are split, context parallelism, nothing recomputed
+KEPT = {
+    name: None for name in ("recompute_granularity", "recompute_method", "recompute_num_layers")
+}
+SPLIT_EXPERTS = KEPT | {"pipeline_model_parallel_size": 1, "expert_tensor_parallel_size": 2}
+OF_CONTEXT = KEPT | {"context_parallel_size": 2, "max_tokens_per_gpu": 10240}
 INTERLEAVED = STAGED | {"virtual_pipeline_model_parallel_size": 2}
 # recipe, a rank of each stage that is counted, and settings next to the recipe's
 CASES = (
@@ -37,6 +43,8 @@ CASES = (
     ("minimax_m2", (16,), {}),
     ("mixtral_8x7b", (0, 8), {}),
     ("gpt_oss_20b_one_node", (0,), {}),
+    ("mixtral_8x7b", (0,), SPLIT_EXPERTS),
+    ("qwen3_30b_a3b", (0,), OF_CONTEXT),
     ("qwen3_30b_a3b", (0, 6), STAGED),
     ("qwen3_30b_a3b", (0, 2, 6), INTERLEAVED),
 )

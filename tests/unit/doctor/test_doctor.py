@@ -54,19 +54,9 @@ def cut(model: Path) -> None:
     file.write_bytes(file.read_bytes()[:-100])
 
 
-def unlinked(model: Path, name: str = "model.safetensors") -> None:
-    (model / name).unlink(missing_ok=True)
-    (model / name).symlink_to("../blobs/0123abcd")
-
-
 def directory_as_shard(model: Path) -> None:
     (model / "model.safetensors").unlink()
     (model / "model.safetensors").mkdir()
-
-
-def shard_missing(model: Path) -> None:
-    index = {"weight_map": {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}}
-    (model / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
 def without_tokenizer(model: Path) -> None:
@@ -94,59 +84,31 @@ def numbers_as_labels(model: Path) -> None:
     (model.parent / "prompts.jsonl").write_text('{"input": "cat", "label": 3}\n')
 
 
-def index_to_nowhere(model: Path) -> None:
-    unlinked(model, "model.safetensors.index.json")
-
-
-def bad_tokenizer(model: Path) -> None:
-    (model / "tokenizer.json").write_text("{")
-
-
 def server(addr: str) -> dict:
     return {"rollout_external_engine_addrs": [addr]}
 
 
 CASES: dict[str, tuple[Callable[[Path], object] | dict, str, str, str]] = {
-    # damage of the checkpoint or fields of the configuration; level, subject, text of the finding
+    # damage of the checkpoint or fields of the configuration; level, subject, text of the finding.  One or two of
+    # each subject: what preflight finds has its tests in unit/launch
     "no checkpoint": ({"hf_checkpoint": "/no"}, PROBLEM, "checkpoint", "no such checkpoint"),
     "cut shard": (cut, PROBLEM, "checkpoint", "model.safetensors: not a whole"),
-    "link to nowhere": (unlinked, PROBLEM, "checkpoint", "model.safetensors: cannot be read: No"),
-    "index to nowhere": (index_to_nowhere, PROBLEM, "checkpoint", "index.json: cannot be read: No"),
     "directory as shard": (directory_as_shard, PROBLEM, "checkpoint", "Is a directory"),
-    "missing shard": (shard_missing, PROBLEM, "checkpoint", "00002.safetensors is missing"),
     "no eos": (without_eos, WARNING, "checkpoint", "no eos_token_id"),
     "no tokenizer": (without_tokenizer, PROBLEM, "tokenizer", "no tokenizer there"),
-    "bad tokenizer": (bad_tokenizer, PROBLEM, "tokenizer", "not JSON"),
     "too many tokens": (small_vocabulary, PROBLEM, "tokenizer", "ids past them crash it"),
-    "no template": (
-        {"apply_chat_template": True},
-        PROBLEM,
-        "prompts",
-        "the chat template fails",
-    ),
     "bad prompt": (bad_prompt, PROBLEM, "prompts", "jsonl:2"),
-    "unknown reward": ({"rm_type": "nothing"}, PROBLEM, "reward", "nothing"),
     "no R3": ({"use_rollout_routing_replay": False}, WARNING, "model", "experts without R3"),
-    "unknown server flag": ({"sglang": {"foo": 3}}, PROBLEM, "configuration", "--sglang-foo: "),
     "full export directory": ({"save_hf": ROOT}, PROBLEM, "configuration", "--save-hf"),
     "port above 65535": ({"sglang": {"port": 99999}}, PROBLEM, "SGLang", "99999 is no"),
-    "port with a name": ({"sglang": {"port": "http"}}, PROBLEM, "SGLang", "'http' is no"),
     "run directory in a file": (
         {"run_dir": str(ROOT / "README.md/run")},
         PROBLEM,
         "run directory",
         "cannot be written: Not a directory",
     ),
-    "no reference": (
-        {"ref_load": "/no", "kl_loss_coef": 0.1},
-        PROBLEM,
-        "checkpoint",
-        "--ref-load: /no: no such",
-    ),
     "label of another kind": (numbers_as_labels, PROBLEM, "reward", "needs a label of words"),
-    "short microbatch": ({"max_tokens_per_gpu": 8}, PROBLEM, "configuration", "max_tokens_per_gpu"),
     "silent server": (server("127.0.0.1:9"), PROBLEM, "server 127.0.0.1:9", "does not answer"),
-    "impossible port": (server("h:99999"), PROBLEM, "server h:99999", "does not answer"),
 }
 
 

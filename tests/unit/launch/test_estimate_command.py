@@ -44,7 +44,8 @@ def test_a_bare_name_and_two_numbers_are_enough():
     assert "models/Qwen3-30B-A3B: not here; Qwen3-30B-A3B's published config.json" in lines[0]
     assert "30.5 billion parameters, 29.0 of experts, 56.9 GiB of weights" in lines[1]
     (own,) = [line.split() for line in lines if line.strip().startswith("this recipe ")]
-    assert own[2:5] == ["TP4", "EP8", "recompute"] and own[-3:] == ["68.3", "92%", "0.0"]
+    assert own[2:8] == ["TP4", "EP8", "recompute", "0", "to", "7"]
+    assert own[-3:] == ["68.3", "92%", "0.0"]
     fits = [line for line in lines if line.strip().startswith("fits ")]
     assert 1 <= len(fits) <= 5 and not any(" TP4 EP8 recompute  " in line for line in fits)
     for text in (

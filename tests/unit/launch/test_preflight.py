@@ -99,13 +99,11 @@ def test_a_dry_run_estimates_every_rank_and_its_servers(tiny):
     result = start(tiny, *flags, "--gpu-memory-gb", "40")
     assert result.exit_code == 0, result.output
     lines = [line for line in result.stdout.splitlines() if line.startswith("# ")]
-    first, last = (line for line in lines if "at the peak" in line)
-    assert first.startswith("# rank 0 (layers 1 to 2): weights ") and "logits 0 B" in first
-    assert last.startswith("# rank 1 (layers 3 to 4): weights ") and "logits 0 B" not in last
+    first, last = (line.split() for line in lines if line.startswith("#   this recipe "))
+    assert first[3:7] == ["PP2", "0", "to", "0"] and last[3:7] == ["PP2", "1", "to", "1"]
     found = "\n".join(lines)
     for text in (
         "2 GPUs of 40 GB (37.3 GiB) train",
-        "of the fullest rank by topology",
         "routes on the host of rank 0: 8 B per token",
         "evidence on disk, below the run directory: at most ",
         "each server, of 1 GPU: weights",
@@ -135,7 +133,7 @@ def test_an_estimate_needs_no_weights_tokenizer_prompts_and_servers(tmp_path, mo
         "# a run is refused here: 127.0.0.1:9: does not answer",
         "# a run is refused here: models/Qwen3-30B-A3B: no such checkpoint directory",
         "Qwen3-30B-A3B's published config.json counts",
-        "68.3 GiB at the peak, 92% of a GPU",
+        "  68.3       92%",
     ):
         assert text in result.stdout, result.stdout
     apart = ("--rollout-external-engine-addrs", "127.0.0.1:9")
@@ -744,7 +742,7 @@ def test_conversations_that_are_too_long_are_dropped_with_a_warning(tiny, tmp_pa
     estimated = CliRunner().invoke(train_async.main, [*flags, "--estimate"], env=environment)
     lines = estimated.stdout.splitlines()
     assert "# 1 conversations of 6 to 6 tokens, median 6" in lines
-    assert any("at the peak" in line for line in lines)
+    assert any("  this recipe  " in line for line in lines)
     assert not any("each server" in line for line in lines)  # nothing is generated
     flags += ["--overlong-prompts", "error"]
     result = CliRunner().invoke(train_async.main, flags, env=environment)
