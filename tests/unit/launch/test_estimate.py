@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from math import prod
+
 import pytest
 
 from r3train.config.hf_facts import read_hf_facts
-from r3train.families.published import PUBLISHED
+from r3train.families import tensor_shapes
+from r3train.families.published import PUBLISHED, published_names
 from r3train.launch import estimate
 from r3train.launch.estimate import Model, estimate_server, layer_bytes, stages
+from r3train.launch.topologies import search
 from r3train.verify.tiny import build
 from r3train.families.tiny_options import TinyOptions
 from tests.unit.doctor_setups import config_of
@@ -48,6 +53,42 @@ def test_parameters_follow_the_shapes(tiny, model):
     # tensor ranks have norms and routers whole, and not half of them
     (split,) = stages(config_of(tiny, tensor_model_parallel_size=2), model, 2)
     assert split.held.weights == (total.split / 2 + total.whole + total.expert / 2) * 4
+
+
+@pytest.mark.parametrize("name", published_names())
+def test_every_tensor_of_a_published_model_is_counted_once(name, tiny):
+    model = Model(read_hf_facts(PUBLISHED / name))
+    whole = sum(prod(shape) for shape in tensor_shapes(model.hf).values())
+    assert model.total.total == whole
+    layers = range(1, model.hf.num_hidden_layers + 1)
+    parts = [
+        model.of_stage(part, is_first=i == 0, is_last=i == 2)
+        for i, part in enumerate((layers[:1], layers[1:5], layers[5:]))
+    ]
+    assert sum(part.total for part in parts) == whole
+    config = config_of(tiny, expert_model_parallel_size=1)
+    (fit,) = search(config, model, 1, 1e15, 1)
+    assert fit.fullest.held.weights == whole * 4 and 0 < fit.fullest.passes < fit.fullest.total
+    assert estimate_server(config, model, 80e9).token_bytes > 0
+
+
+def test_a_dense_model_has_no_experts_to_split(dense):
+    hf = read_hf_facts(dense / "model")
+    model = Model(hf)
+    config = config_of(dense, expert_model_parallel_size=1, use_rollout_routing_replay=False)
+    fits = search(config, model, 4, 1e15, 1000)
+    assert model.total.expert == 0 and len(fits) > 4
+    assert {fit.config.parallel.expert_ranks for fit in fits} <= {1, 2, 4}
+    assert not any("EP" in fit.name or "ETP" in fit.name for fit in fits)
+
+
+def test_a_tied_output_layer_is_one_and_a_copy_on_another_stage(tmp_path, qwen3):
+    content = json.loads((PUBLISHED / "Qwen3-30B-A3B/config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(content | {"tie_word_embeddings": True}))
+    tied = Model(read_hf_facts(tmp_path))
+    embedding = tied.hf.vocab_size * tied.hf.hidden_size
+    assert tied.total.total == qwen3.total.total - embedding
+    assert tied.of_stage((), is_first=False, is_last=True).split == embedding
 
 
 PRECISION_AWARE = {"use_precision_aware_optimizer": True}
