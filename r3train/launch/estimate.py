@@ -370,11 +370,13 @@ def layer_bytes(config: RunConfig, model: Model, layer: int) -> tuple[float, flo
         return kept, rows * 2 * sizes["mlp"] * value
     kept += rows * hf.num_experts * 3 * 4  # router logits, scores and probabilities in float32
     routed, expert = rows * hf.num_experts_per_tok * value, sizes["expert"]
-    kept += routed * (hf.hidden_size + FAMILIES[hf.model_type].activation_steps * expert)
+    etp = config.parallel.expert_tensor_parallel_size
+    gathered = etp * hf.hidden_size  # ranks that split an expert have each other's rows
+    kept += routed * (gathered + FAMILIES[hf.model_type].activation_steps * expert)
     down = hf.num_experts * expert * hf.hidden_size * value
-    down /= config.parallel.expert_model_parallel_size
-    of_experts = max(routed * (expert + hf.hidden_size) + down, routed * 2 * expert)
-    return kept, max(routed * _ROUTED_COPIES * hf.hidden_size, of_experts)
+    down /= config.parallel.expert_model_parallel_size * etp
+    of_experts = max(routed * (expert + gathered) + down, routed * 2 * expert)
+    return kept, max(routed * _ROUTED_COPIES * gathered, of_experts)
 
 
 def _in_flight(config: RunConfig, stage: int) -> float:

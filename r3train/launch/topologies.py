@@ -39,7 +39,7 @@ class Fit:
 
     @property
     def cost(self) -> tuple[int, ...]:
-        """What is to be small: ranks that share a sample, that share the experts, and then bytes."""
+        """Numbers to keep small: ranks that share a sample, ranks that share the experts, bytes."""
         p = self.config.parallel
         return p.dense_ranks, p.expert_tensor_parallel_size, p.expert_ranks, int(self.fullest.total)
 

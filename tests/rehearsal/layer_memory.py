@@ -109,11 +109,14 @@ class _Moved(torch.autograd.Function):
 
 
 class Dispatcher:
-    """The all-to-all dispatcher with equally many rows for each expert, and fused permutations."""
+    """The all-to-all dispatcher with equally many rows for each expert, and fused permutations.
+
+    Ranks that split an expert gather each other's rows, and reduce what they computed of them.
+    """
 
     def __init__(self, config: Any, num_local: int):
         self.config, self.num_local = config, num_local
-        self.shared_experts = None
+        self.shared_experts, self.etp = None, config.expert_tensor_parallel_size
 
     def dispatch_preprocess(self, hidden: torch.Tensor, routing_map: Any, probs: Any) -> Any:
         self.shape = hidden.shape
@@ -125,14 +128,19 @@ class Dispatcher:
         return moved(hidden, self.rows), moved(probs, self.rows)
 
     def dispatch_postprocess(self, hidden: torch.Tensor, probs: torch.Tensor) -> Any:
-        sizes = [self.rows // self.num_local] * self.num_local
-        sizes[0] += self.rows - sum(sizes)
-        return moved(hidden, self.rows), torch.tensor(sizes), moved(probs, self.rows)
+        rows = self.rows * self.etp
+        sizes = [rows // self.num_local] * self.num_local
+        sizes[0] += rows - sum(sizes)
+        if self.etp > 1:
+            hidden, probs = moved(hidden, rows), moved(probs, rows)
+        return moved(hidden, rows), torch.tensor(sizes), moved(probs, rows)
 
     def combine_preprocess(self, hidden: torch.Tensor) -> torch.Tensor:
-        return moved(hidden, self.rows)
+        hidden = moved(hidden, self.rows * self.etp)
+        return moved(hidden, self.rows) if self.etp > 1 else hidden
 
-    token_combine = combine_preprocess
+    def token_combine(self, hidden: torch.Tensor) -> torch.Tensor:
+        return moved(hidden, self.rows)
 
     def combine_postprocess(self, hidden: torch.Tensor) -> torch.Tensor:
         return moved(hidden, self.shape[:-1].numel()).view(self.shape)
