@@ -225,3 +225,13 @@ def test_a_job_that_is_told_to_stop_while_a_loss_hangs_ends_within_its_grace_per
         assert job.wait(timeout=28) != 0  # torchrun itself would kill its ranks after 30 s
         assert not psutil.wait_procs(tree, timeout=5)[1]
     assert steps_done(run_dir) == 1
+
+
+@pytest.mark.slow
+def test_a_loss_that_never_returns_ends_the_job_as_a_rank_that_hangs_does(tmp_path, two_rollouts):
+    hanging = ("--policy-loss", f"{GUESTS}:loss_hangs_later_on_rank_1")
+    job = jobs.run(
+        tmp_path / "run", *two_rollouts, *hanging, "--distributed-timeout-minutes", "1", timeout=300
+    )
+    assert job.code == 1 and "Timed out waiting 60000ms" in job.output, job.output
+    assert len(job.metrics()) == 1

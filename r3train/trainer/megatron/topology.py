@@ -41,6 +41,7 @@ def init_model_parallel(parallel: ParallelSection, seed: int) -> RankTopology:
         context_parallel_size=parallel.context_parallel_size,
         expert_model_parallel_size=parallel.expert_model_parallel_size,
         expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
+        distributed_timeout_minutes=parallel.distributed_timeout_minutes,
         create_gloo_process_groups=False,  # nothing that we use of Megatron's asks for them
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
