@@ -50,6 +50,7 @@ from r3train.loop.step_proof import replay_metrics, StepProof
 from r3train.loop.throughput import TrainSpeed
 from r3train.loop.train_rollout import train_rollout, Trained
 from r3train.loop.weight_update import WeightUpdate
+from r3train.observe.metrics import RolloutsWithoutAdvantage
 from r3train.observe.profiler import StepProfiler
 from r3train.proof.judge import StepVerdict
 from r3train.proof.writer import EvidenceWriter
@@ -99,6 +100,7 @@ class AsyncLoop:
         self._source: RolloutSource | None = None  # on rank 0
         self._route_wire_bytes = 0
         self._speed = None
+        self._without_advantage = RolloutsWithoutAdvantage()
         if rank_zero is not None:
             self._speed = TrainSpeed(config, hf, dist.get_world_size())
 
@@ -224,6 +226,11 @@ class AsyncLoop:
         if self.rank_zero is not None:
             self.rank_zero.metrics.write(rollout_id, metrics)
             self.rank_zero.display.step_line({**metrics, "step": rollout_id})
+            teaches = (
+                self.config.algorithm.loss_type != "sft" and not self.config.reward_is_optional
+            )
+            if teaches and (text := self._without_advantage.warning(metrics)):
+                self.rank_zero.display.note(text, style="yellow")
 
     def _step_metrics(self, clock: PhaseClock, taken: Taken) -> dict[str, Any]:
         """Faults so far, and the step's seconds and speed; on rank 0."""

@@ -219,6 +219,27 @@ def nothing_learned(records: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
+class RolloutsWithoutAdvantage:
+    """Counts the rollouts in a row in which no sample had an advantage."""
+
+    SAID_AFTER = (3, 10, 30)
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def warning(self, metrics: Mapping[str, Any]) -> str:
+        """Count a rollout by its metrics; returns a line for people after 3, 10 and 30 in a row, else ""."""
+        self._count = self._count + 1 if metrics.get("rollout/taught_samples") == 0 else 0
+        if self._count not in self.SAID_AFTER:
+            return ""
+        rewards = [metrics.get(f"rollout/reward_{kind}") for kind in ("min", "max")]
+        return (
+            f"warning: no sample of the last {self._count} rollouts had an advantage, so their rewards teach"
+            " nothing: those of a prompt's answers are equal (in the last from"
+            f" {rewards[0]} to {rewards[1]}); see what the reward says of samples.jsonl"
+        )
+
+
 def steps_s(records: Iterable[Mapping[str, Any]], since: float = 0.0) -> float:
     """Seconds of all steps that ended after ``since`` (seconds since 1970)."""
     return sum(numbers([r for r in records if r.get("time", 0) >= since], "perf/step_s")[1])

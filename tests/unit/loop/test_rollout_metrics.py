@@ -16,7 +16,7 @@ from r3train.loop.replay_source import RolloutSource
 from r3train.loop.step_metrics import gap_warning, rollout_metrics, train_metrics
 from r3train.loop.rollouts_only import generate_only
 from r3train.loop.stop import StopSignal
-from r3train.observe.metrics import nothing_learned
+from r3train.observe.metrics import RolloutsWithoutAdvantage, nothing_learned
 
 
 def metrics(groups):
@@ -100,6 +100,17 @@ def test_repetition_is_the_share_of_runs_of_four_that_came_before():
     assert repeated(7, 7, 7, 7, 7, 7) == pytest.approx(2 / 3)  # three runs, one kind
     assert repeated(1, 2, 3, 4, 1, 2, 3, 4) == pytest.approx(1 / 5)
     assert repeated(4, 3, 2, 1, 1, 2, 3, 4) == 0.0  # order matters
+
+
+def test_rollouts_in_a_row_without_an_advantage_are_said_while_they_happen():
+    equal, other = scored([[1.0, 1.0], [0.5, 0.5]]), scored([[1.0, 1.0], [0.0, 1.0]])
+    count = RolloutsWithoutAdvantage()
+    groups = [equal, equal, other, *[equal] * 12]
+    said = [count.warning(metrics(group)) for group in groups]
+    assert [n for n, text in enumerate(said) if text] == [5, 12]  # the third and the tenth in a row
+    assert "no sample of the last 3 rollouts had an advantage" in said[5]
+    assert "in the last from 0.5 to 1.0" in said[5]
+    assert not any(count.warning({"step": n}) for n in range(9)), "rollouts without the count"
 
 
 def test_a_run_without_an_advantage_says_that_nothing_was_learned():
