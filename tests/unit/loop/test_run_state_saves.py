@@ -139,7 +139,10 @@ def test_rank_0_saves_the_facts_the_configuration_and_samples_with_their_routes(
     run_state.with_routes = lambda sample: asked.append(sample.sample_id) or sample
     run_state.watch(waiting(samples))
     run_state.save(5)
-    assert run_state.checkpointer.facts == {"run": {"lora": None}, HAS_BUFFER: True}
+    assert run_state.checkpointer.facts == {
+        **{"run": {"lora": None}, HAS_BUFFER: True},
+        "run_dir": str(tmp_path.resolve()),
+    }
     assert (tmp_path / CONFIG_FILE).read_text() == run_state.config.to_toml()
     assert asked == [sample.sample_id for sample, _ in samples]
     read, facts = read_samples(tmp_path / BUFFER_FILE)
@@ -156,11 +159,11 @@ def test_of_a_complete_checkpoint_the_buffer_alone_is_replaced(run_state, tmp_pa
 
 def test_a_source_without_state_has_no_buffer_and_another_rank_writes_nothing(run_state, tmp_path):
     run_state.save(5)
-    assert run_state.checkpointer.facts == {"run": {}}
+    assert run_state.checkpointer.facts == {"run": {}, "run_dir": str(tmp_path.resolve())}
     assert not (tmp_path / CONFIG_FILE).exists()
     run_state.watch(waiting(None))
     run_state.save(5)
-    assert run_state.checkpointer.facts == {"run": {}, HAS_BUFFER: False}
+    assert run_state.checkpointer.facts[HAS_BUFFER] is False
     assert (tmp_path / CONFIG_FILE).exists() and not (tmp_path / BUFFER_FILE).exists()
 
 
