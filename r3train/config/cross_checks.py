@@ -144,7 +144,8 @@ def algorithm_warnings(config: RunConfig) -> list[str]:
     warnings = []
     if algorithm.loss_type == "sft":
         return warnings
-    if rollout.max_weight_staleness > 0 and not algorithm.corrects_rollouts:
+    # at 1 the policy has moved by one step, which the loss's own clip is made for
+    if rollout.max_weight_staleness > 1 and not algorithm.corrects_rollouts:
         warnings.append(
             "rollouts may be"
             f" {rollout.max_weight_staleness} weight versions old (--max-weight-staleness), and nothing"

@@ -1,0 +1,222 @@
+"""``r3train train``: how many ranks, where they meet, what they get, and how the command ends."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+from tests.unit.config.test_config import config
+
+from r3train.config import RunConfig
+from r3train.launch import start_ranks as starts
+from r3train.launch.start_ranks import _meeting, _without_ours, ranks_here, start_ranks
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Says how many GPUs this machine shows."""
+
+    def show(count: int) -> None:
+        monkeypatch.setattr(starts, "visible_gpus", lambda: count)
+
+    show(0)
+    return show
+
+
+@pytest.mark.parametrize(
+    "visible, fields, nnodes, expected",
+    [
+        (0, {}, 1, 1),
+        (0, {"expert_model_parallel_size": 2}, 1, 2),
+        (0, {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 3}, 1, 6),
+        (0, {"expert_model_parallel_size": 4}, 2, 2),
+        (0, {"world_size": 4}, 2, 2),
+        (8, {}, 1, 7),  # a server takes one GPU
+        (8, {"sglang": {"tp_size": 4}, "expert_model_parallel_size": 4}, 1, 4),
+        (8, {"sglang": {"tp_size": 1}, "expert_model_parallel_size": 4}, 1, 4),
+        (8, {"rollout_external_engine_addrs": ["h:1"], "expert_model_parallel_size": 8}, 1, 8),
+        (8, {"colocate": True, "max_weight_staleness": 0, "expert_model_parallel_size": 8}, 1, 8),
+        (8, {"rollout_external_engine_addrs": ["h:1"], "expert_model_parallel_size": 16}, 2, 8),
+    ],
+)
+def test_without_a_number_there_are_as_many_ranks_as_the_settings_need(
+    visible, fields, nnodes, expected, gpus
+):
+    gpus(visible)
+    assert ranks_here(config(**fields), None, nnodes) == expected
+
+
+@pytest.mark.parametrize(
+    "fields, asked, nnodes, said",
+    [
+        ({"world_size": 4}, 3, 1, "--nproc-per-node 3 on 1 machines: run.world_size is 4"),
+        ({"world_size": 3}, None, 2, "run.world_size 3 is not a multiple of --nnodes 2"),
+        (
+            {"sglang": {"tp_size": 1}, "expert_model_parallel_size": 8},
+            *(None, 1, "8 GPUs are visible, and the run's servers take 1: .* need 8 ranks"),
+        ),
+    ],
+)
+def test_ranks_that_do_not_fit_are_refused(fields, asked, nnodes, said, gpus):
+    gpus(8)
+    with pytest.raises(ValueError, match=said):
+        ranks_here(config(**fields), asked, nnodes)
+
+
+@pytest.mark.parametrize(
+    "endpoint, expected",
+    [("a:1", ("a", 1)), ("a", ("a", 29500)), ("10.0.0.1:99", ("10.0.0.1", 99))],
+)
+def test_machines_meet_at_the_endpoint(endpoint, expected):
+    assert _meeting(2, 1, endpoint) == expected
+
+
+@pytest.mark.parametrize(
+    "nnodes, node_rank, endpoint, said",
+    [
+        (2, 0, None, "--nnodes 2 needs --rdzv-endpoint HOST:PORT of machine 0"),
+        (2, 2, "a:1", "--node-rank 2 is none of --nnodes 2"),
+        (2, 0, "a:x", "--rdzv-endpoint a:x: expected HOST or HOST:PORT"),
+        (2, 0, ":1", "expected HOST or HOST:PORT"),
+        (2, 0, "a:70000", "expected HOST or HOST:PORT"),
+    ],
+)
+def test_machines_that_cannot_meet_are_refused(nnodes, node_rank, endpoint, said):
+    with pytest.raises(ValueError, match=said):
+        _meeting(nnodes, node_rank, endpoint)
+
+
+def test_a_machine_alone_meets_itself_at_a_free_port_of_loopback():
+    host, port = _meeting(1, 0, None)
+    assert host == "127.0.0.1" and port > 1023
+
+
+def test_the_ranks_get_every_flag_but_the_launchers():
+    words = [
+        "--nnodes",
+        "2",
+        "--config",
+        "x",
+        "--node-rank=1",
+        "--lr",
+        "--nnodes",
+        "--master-addr",
+        "h",
+    ]
+    assert _without_ours([*words[:5], *words[7:]]) == ["--config", "x"]
+    assert _without_ours(["--prompt-data", "a", "b", "--nproc-per-node", "2"]) == [
+        "--prompt-data",
+        "a",
+        "b",
+    ]
+
+
+RANK = """
+import json, os, signal, sys, time
+how, rank = sys.argv[1:], os.environ["RANK"]
+threads = os.environ.get("OMP_NUM_THREADS")
+def stopped(*_):
+    sys.exit(int(how[1]))
+if how[0] == "speaks" and rank == "1":
+    with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:
+        json.dump({"message": {"message": "x", "extraInfo": {"timestamp": "1"}}}, file)
+    sys.exit(1)
+if how[0] == "exits" and rank == "1":
+    sys.exit(int(how[1]))
+if how[0] == "dies" and rank == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
+if how[0] == "waits":
+    signal.signal(signal.SIGTERM, stopped)
+    print("waits", flush=True)
+    time.sleep(60)
+if how[0] == "ends":
+    sys.exit(0)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def program(tmp_path, monkeypatch):
+    """A program in the place of a rank of ours."""
+    (tmp_path / "small_rank.py").write_text(RANK)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    monkeypatch.setattr(starts, "_PROGRAM", "small_rank")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+@pytest.mark.parametrize(
+    "flags, code, line",
+    [
+        (["ends"], 0, ""),
+        (["speaks"], 1, ""),
+        (["exits", "2"], 2, ""),  # a wrong setting, of which the rank has said a line
+        (["exits", "3"], 3, r"rank 1 \(process \d+\) ended: exit code 3\n"),
+        (["dies"], 1, r"rank 1 \(process \d+\) was ended by SIGKILL\n"),
+    ],
+)
+def test_the_launcher_adds_a_line_only_where_no_rank_has_spoken(flags, code, line, program, capfd):
+    assert start_ranks(flags, 2, 1, 0, *_meeting(1, 0, None)) == code
+    output = capfd.readouterr()
+    assert output.out == ""
+    assert re.fullmatch(line, output.err), output.err
+
+
+def test_a_port_that_is_taken_is_one_line(program, capfd):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert start_ranks(["ends"], 1, 1, 0, "127.0.0.1", port) == 1
+    lines = capfd.readouterr().err.splitlines()
+    said = f"Error: the ranks cannot meet at 127.0.0.1:{port}: "
+    assert lines[-1].startswith(said) and "EADDRINUSE" in lines[-1] and len(lines) == 1, lines
+
+
+@pytest.mark.parametrize("saved, code", [("0", 0), ("143", 143)])
+def test_a_signal_reaches_the_ranks_whose_exit_code_is_the_commands(saved, code, program, tmp_path):
+    call = f"start_ranks(['waits', '{saved}'], 2, 1, 0, '127.0.0.1', free_port('127.0.0.1'))"
+    code_of = f"""
+import sys
+from r3train.engine.server import free_port
+from r3train.config import RunConfig
+from r3train.launch import start_ranks as starts
+starts._PROGRAM = "small_rank"
+sys.exit(starts.{call})
+"""
+    command = [sys.executable, "-c", code_of]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert [process.stdout.readline() for _ in range(2)] == ["waits\n"] * 2
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert (process.returncode, out, err) == (code, "", "")
+
+
+def test_the_package_offers_train_and_its_types_and_imports_nothing_before():
+    code = """
+import sys, r3train
+assert not [name for name in sys.modules if name.startswith("r3train.")], "light"
+from r3train import RunConfig, RolloutSample, train
+assert "torch" not in sys.modules and callable(train) and RunConfig.from_toml("tiny_cpu")
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_train_starts_the_ranks_with_the_resolved_settings(monkeypatch, gpus):
+    seen = []
+
+    def start(flags, *how):
+        seen.append((RunConfig.from_toml(flags[1]), how[:3]))
+        return 0
+
+    monkeypatch.setattr(starts, "start_ranks", start)
+    asked = config(expert_model_parallel_size=2, num_rollout=3)
+    assert starts.train(asked) == 0
+    assert seen == [(asked, (2, 1, 0))]
