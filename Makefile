@@ -15,8 +15,6 @@ endif
 # PyPI's torch for Linux is the CUDA build: it works, but is gigabytes larger.  Name PyTorch's index of
 # CPU wheels here, or configure pip with one, to get the small build
 TORCH_INDEX ?=
-# port of this machine at which the ranks of the demo meet
-MASTER_PORT ?= $(shell shuf -i 10000-19999 -n 1)
 # further flags for the demo: make demo ARGS="--num-rollout 5"
 ARGS ?=
 # the demo's model: make demo FAMILY=moonlight (docs/models.md).  Another family than the recipe's has a
@@ -87,8 +85,7 @@ $(DEV_STAMP): $(CPU_STAMP)
 
 demo: venv  ## Train a tiny MoE on two CPU ranks with R3 on and proved (FAMILY= names its family, ARGS= adds flags)
 	$(BIN)/r3train make-tiny-model --family $(FAMILY) --output $(TINY)
-	OMP_NUM_THREADS=1 $(BIN)/torchrun --master-port $(MASTER_PORT) --nproc-per-node 2 train_async.py \
-	    --config configs/tiny_cpu.toml --use-rollout-routing-replay --enable-r3-correctness-check $(OF_FAMILY) $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/r3train train --config tiny_cpu $(OF_FAMILY) $(ARGS)
 
 test: lint  ## Run style, layers and tests (PYTEST_ARGS= adds arguments, ALSO="or ci" what CI runs besides)
 ifneq ($(strip $(PYTEST_ARGS)),)

@@ -45,10 +45,11 @@ def torchrun(ranks: int, *words: str) -> list[str]:
 
 
 def job_flags(tiny: Path, run_dir: Path, *flags: str) -> list[str]:
-    """``train_async.py`` on the tiny model with the demo's recipe, no plot and no TensorBoard."""
+    """``train_async.py`` on the tiny model with the demo's recipe, no R3, no plot and no TensorBoard."""
     return [
         *("train_async.py", "--config", "configs/tiny_cpu.toml", "--run-dir", str(run_dir)),
         *("--hf-checkpoint", str(tiny / "model"), "--prompt-data", str(tiny / "prompts.jsonl")),
+        *("--no-use-rollout-routing-replay", "--no-enable-r3-correctness-check"),
         *("--no-plot", "--no-tensorboard", *flags),
     ]
 

@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 # far above any configuration; tomllib takes seconds for more
 MAX_TOML_BYTES = 1 << 20
 _MAX_KEY_PARTS = 16
+_FULL_BYTES = 1 << 20  # a disk with less is full
 # the parts of TOML that may hold a dot without being a key, and those of keys
 _TOKEN = re.compile(
     r'"""(?:\\.|[^\\])*?"""|\'\'\'.*?\'\'\'|("(?:\\.|[^"\\\n])*"|\'[^\'\n]*\'|[A-Za-z0-9_-]+)|#[^\n]*|[ \t]+|.',
@@ -163,3 +164,13 @@ def write_atomically(path: Path, text: str) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def free_bytes_if_full(directory: Path) -> int | None:
+    """Return the free bytes of a directory's disk where they are under 1 MiB; None where there are more."""
+    try:
+        found = os.statvfs(directory)
+    except OSError:  # not made yet
+        return None
+    free = found.f_bavail * found.f_frsize
+    return free if free < _FULL_BYTES else None

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from r3train.config.files import free_bytes_if_full
 from r3train.config.sources import printable
 
 if TYPE_CHECKING:
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 _SHOWN, _FAILED = "r3train/rank 0 has shown its error", "r3train/a rank has failed"
 # rank 0 finds a closed connection at once, and silence within a beat of 5 s
 _RANK_0_SHOWS_S = 15.0
-_FULL_BYTES = 1 << 20  # a disk with less is full
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -115,12 +115,7 @@ def no_space(error: BaseException, directories: Sequence[Path]) -> str | None:
         if isinstance(cause, OSError) and cause.errno in _NO_SPACE and cause.filename:
             return f"no space left on {cause.filename}"
     for directory in directories:
-        try:
-            found = os.statvfs(directory)
-        except OSError:  # not made yet
-            continue
-        free = found.f_bavail * found.f_frsize
-        if free < _FULL_BYTES:
+        if (free := free_bytes_if_full(directory)) is not None:
             return f"no space left on {directory} ({free:,} bytes)"
     return None
 

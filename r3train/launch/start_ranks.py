@@ -218,8 +218,9 @@ class _Forwarder:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Handle signals in the block, but those that are ignored (nohup)."""
-        numbers = [n for n in _FORWARDED if signal.getsignal(n) is not signal.SIG_IGN]
+        """Handle signals in the block, but a SIGHUP that is ignored (nohup)."""
+        ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        numbers = [n for n in _FORWARDED if not (n == signal.SIGHUP and ignored)]
         before = {number: signal.signal(number, self._on_signal) for number in numbers}
         try:
             yield

@@ -87,9 +87,8 @@ class StopSignal:
             self._timer = threading.Timer(self._grace_s, self._give_up)
             self._timer.daemon = True
             self._timer.start()
-            if (
-                self._announce is not None
-            ):  # not here: the signal may have come in the middle of a line
+            # torchrun sends SIGTERM where a rank has ended.  In a thread: it may be the middle of a line
+            if self._announce is not None and number != signal.SIGTERM:
                 words = threading.Thread(target=self._announce, args=(self.received,), daemon=True)
                 words.start()
         elif number == signal.SIGINT and now - self._received_at > _PASSED_ON_S:

@@ -54,18 +54,13 @@ def command(
     program: tuple[str, ...] = ("train_async.py",),
     recipe: str = "configs/tiny_cpu.toml",
 ) -> list[str]:
-    """The README's command, with the demo's recipe or another and further flags."""
+    """The command of torchrun, with the demo's recipe or another, without R3 unless the flags ask for it."""
+    without_r3 = ("--no-use-rollout-routing-replay", "--no-enable-r3-correctness-check")
     return [
         *(sys.executable, "-m", "torch.distributed.run"),
-        *("--master-port", str(free_port("127.0.0.1"))),
-        "--nproc-per-node",
-        str(ranks),
-        *program,
-        "--config",
-        recipe,
-        "--run-dir",
-        str(run_dir),
-        *flags,
+        *("--master-port", str(free_port("127.0.0.1")), "--nproc-per-node", str(ranks), *program),
+        *("--config", recipe, *(without_r3 if recipe == "configs/tiny_cpu.toml" else ())),
+        *("--run-dir", str(run_dir), *flags),
     ]
 
 

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from r3train.checksums import checksums
 from r3train.config.checkpoint_settings import CheckpointSection
-from r3train.config.files import require_regular
+from r3train.config.files import free_bytes_if_full, require_regular
 from r3train.host_group import host_barrier, rank_zero_alone
 from r3train.patches import patch
 from r3train.trainer.megatron import lora, rng
@@ -243,10 +243,14 @@ class Checkpointer:
     def _failure(self, error: BaseException) -> CheckpointError:
         """Remove the failed checkpoint; returns the error, which names the one that is left."""
         failed, self._writing = self._writing, None
+        is_full = free_bytes_if_full(self._directory) is not None  # before the failed one goes
+        cause = f"no space left on {self._directory}: " if is_full else ""
         if dist.get_rank() == 0 and failed is not None:
             _remove(failed)
         left = self._what_is_left()
-        return CheckpointError(f"{failed}: cannot write the checkpoint: {_cause(error)}; {left}")
+        return CheckpointError(
+            f"{failed}: cannot write the checkpoint: {cause}{_cause(error)}; {left}"
+        )
 
     def _what_is_left(self) -> str:
         pointer = self._directory / LATEST

@@ -135,8 +135,8 @@ def test_staleness_without_a_correction_and_a_wide_gspo_clip_are_warned_about():
     def warnings(**fields):
         return " ".join(algorithm_warnings(config(**fields)))
 
-    assert "1 weight versions old" in warnings(max_weight_staleness=1)
-    assert warnings(max_weight_staleness=0) == ""
+    assert "2 weight versions old" in warnings(max_weight_staleness=2)
+    assert warnings(max_weight_staleness=1) == ""
     for fields in (
         {"use_tis": True},
         {"rollout_is": "geometric"},
@@ -144,7 +144,7 @@ def test_staleness_without_a_correction_and_a_wide_gspo_clip_are_warned_about():
         {"policy_loss": "dppo_kl"},
         {"rollout_rs": ["seq_mean_k1"], "rollout_rs_threshold": ["1.01"]},
     ):
-        assert warnings(max_weight_staleness=1, **fields) == ""
+        assert warnings(max_weight_staleness=2, **fields) == ""
     assert "gspo with eps_clip 0.2" in warnings(policy_loss="gspo", max_weight_staleness=0)
     narrow = {"eps_clip": 3e-4, "eps_clip_high": 4e-4, "max_weight_staleness": 0}
     assert warnings(policy_loss="gspo", **narrow) == ""

@@ -302,13 +302,13 @@ SCORED = "a rollout could not be scored"
         (
             "advantage_estimator",
             f"{GUEST}advantages_exit",
-            f"^--advantage-estimator {GUEST}advantages_exit: raised SystemExit: 0$",
+            f"^--advantage-estimator {GUEST}advantages_exit: raised SystemExit: 0 .faulty_user_code.py:",
             SCORED,
         ),
         (
             "advantage_estimator",
             f"{GUEST}advantages_fail",
-            f"^--advantage-estimator {GUEST}advantages_fail: raised KeyError: 'gold'$",
+            f"^--advantage-estimator {GUEST}advantages_fail: raised KeyError: 'gold' .faulty_user_code.py:",
             SCORED,
         ),
         ("dump_rollouts", True, "rollouts'$", "generation failed"),
