@@ -1,6 +1,6 @@
 """A model that may run Python programs before it answers; --rm-type scores the answer.
 
-    PYTHONPATH=examples/tools torchrun ... train_async.py ... \
+    PYTHONPATH=examples/tools r3train train ... \
         --environment python_tool:PythonTool --apply-chat-template --rm-type gsm8k
 
 Programs run with the limits of docs/code_rewards.md, which is no sandbox.

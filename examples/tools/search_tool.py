@@ -1,6 +1,6 @@
 """A model that may search the documents of its row before it answers; --rm-type scores the answer.
 
-    PYTHONPATH=examples/tools torchrun ... train_async.py ... \
+    PYTHONPATH=examples/tools r3train train ... \
         --environment search_tool:SearchTool --apply-chat-template --rm-type f1
 
 A row holds its documents, as questions over several documents do:

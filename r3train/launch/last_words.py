@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from r3train.observe.console import RunDisplay
     from r3train.observe.logging_setup import LoggingSetup
 
-_SHOWN, _FAILED = "r3train/rank 0 has shown its error", "r3train/a rank has failed"
+_SHOWN, _FAILED = "r3train/rank 0 has shown how the run ended", "r3train/a rank has failed"
 # rank 0 finds a closed connection at once, and silence within a beat of 5 s
 _RANK_0_SHOWS_S = 15.0
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
@@ -43,7 +43,7 @@ class LastWords:
         self.store: Store | None = None
         self._rank, self._display = rank, display
         self._directories = [path for path in directories if path is not None]
-        self._error: BaseException | None = None
+        self._error: BaseException | None = None  # the first
 
     def say(self, error: BaseException) -> None:
         """Record an error; show it if it is the first one: later ones come of closing."""
@@ -60,18 +60,25 @@ class LastWords:
         if self._rank == 0:
             logs = None if self.log is None else self.run_dir / "logs"
             self._display.error(error, logs, self._facts(error))
-            self._put(_SHOWN, "")
+            self.shown()
         else:
             self._put(_FAILED, f"rank {self._rank}\n{one_line(error)}")
 
+    def shown(self) -> None:
+        """On rank 0, note that it has shown how the run ended: the others need not stay."""
+        self._put(_SHOWN, "")
+
     def stay(self) -> None:
-        """On another rank than 0, wait until rank 0 has shown an error, or show this rank's own."""
-        if self._rank == 0 or self._error is None:
+        """On another rank than 0, whose exit code is not 0, wait until rank 0 has shown how the run ended.
+
+        Where it does not, this rank shows its own error.
+        """
+        if self._rank == 0 or self.store is None:
             return
         end = time.monotonic() + _RANK_0_SHOWS_S
         while not self._has(_SHOWN):
             if time.monotonic() > end:
-                if self.log is not None:
+                if self.log is not None and self._error is not None:
                     self.log.show_error(self._error)
                 return
             time.sleep(0.1)

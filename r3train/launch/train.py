@@ -108,9 +108,8 @@ def run(job: Job, rank: int, run_dir: Path | None, servers: Sequence[SGLangServe
     run_dir: the run's directory, on rank 0.  servers: those that it has started.
     """
     began = time.monotonic()
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # from here on a display is to be closed
+    # from here on there is a display to close
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     from r3train.launch.last_words import LastWords
     from r3train.loop.stop import StopSignal
     from r3train.observe.console import RunDisplay
@@ -149,6 +148,7 @@ def run(job: Job, rank: int, run_dir: Path | None, servers: Sequence[SGLangServe
                     raise
             if rank == 0:
                 display.summary(finish(config, words.run_dir, began, stop.received))
+                words.shown()
         except KeyboardInterrupt:
             display.note(
                 "stopped by SIGINT before the first step: there is nothing to save", "yellow"
@@ -158,7 +158,10 @@ def run(job: Job, rank: int, run_dir: Path | None, servers: Sequence[SGLangServe
             words.say(error)
             words.stay()
             return 1
-    return stop.exit_code(saved=config.checkpoint.save is not None)
+        code = stop.exit_code(saved=config.checkpoint.save is not None)
+        if code:  # torchrun ends all ranks when one has ended so
+            words.stay()
+        return code
 
 
 def stopping(config: RunConfig, name: str) -> str:

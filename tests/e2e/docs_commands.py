@@ -74,7 +74,7 @@ RULES = (
     ),
     Rule(r"make ", Kind.LONG),
     Rule(
-        r"torchrun .*tiny_sft",
+        r"r3train train .*tiny_sft",
         Kind.ELSEWHERE,
         "has a test with a checkpoint and conversations of its own",
         "tests/e2e/test_sft.py::test_a_model_learns_its_conversations_and_is_exported_as_ever",
@@ -83,7 +83,7 @@ RULES = (
     Rule(r"torchrun --nnodes .*qwen3_30b_a3b", Kind.NODES),
     Rule(
         r"python examples/gsm8k/(generate|prepare\.py --train data/gsm8k-made)"
-        r"|r3train make-tiny-model --output runs/gsm8k-tiny |.*torchrun .*gsm8k/laptop\.toml",
+        r"|r3train make-tiny-model --output runs/gsm8k-tiny |.*r3train train .*gsm8k/laptop\.toml",
         Kind.ELSEWHERE,
         "have a test of the whole way",
         "tests/e2e/test_gsm8k_laptop.py::test_the_laptops_commands_train_with_r3_proved_and_evaluate",
@@ -95,12 +95,12 @@ RULES = (
         "tests/unit/data/test_gsm8k_example.py::test_the_prepared_files_are_read_and_scored_as_the_recipe_says",
     ),
     Rule(
-        r"torchrun .*olmoe_1b_7b_one_node",
+        r"r3train train .*olmoe_1b_7b_one_node",
         Kind.ELSEWHERE,
         "needs GPUs",
         "tests/contract/test_recipes.py::test_a_recipe_leaves_room_on_the_gpus_of_its_head",
     ),
-    Rule(r"(torchrun|r3train serve) .*qwen3_30b_a3b", Kind.PLAN),
+    Rule(r"r3train (train|serve) .*qwen3_30b_a3b", Kind.PLAN),
     Rule(
         r".*sbatch .*train_multi_node",
         Kind.ELSEWHERE,
@@ -132,7 +132,7 @@ RULES = (
         "tests/e2e/test_debug_modes.py::test_topologies_train_the_recording_as_one_rank_does",
     ),
     Rule(
-        r"python -m sglang\.launch_server |torchrun .*--opd-teacher-url ",
+        r"python -m sglang\.launch_server |r3train train .*--opd-teacher-url ",
         Kind.ELSEWHERE,
         "needs a teacher of the user's",
         "tests/e2e/test_distillation.py"
@@ -155,10 +155,9 @@ RULES = (
         "tests/e2e/test_sft.py::test_a_model_learns_its_conversations_and_is_exported_as_ever",
     ),
     Rule(r"r3train doctor .*--probe", Kind.SLOW),
-    Rule(r"torchrun .*train_async\.py .*--dry-run ", Kind.RUN),
-    Rule(r"torchrun .*train_async\.py .*--run-dir ", Kind.JOB),
-    Rule(r"(\w+=\S* )*torchrun .*train_async\.py ", Kind.DRY),
-    Rule(r"python train_async\.py (--help|.*--dry-run )", Kind.RUN),
+    Rule(r"r3train train .*--dry-run |r3train train --help", Kind.RUN),
+    Rule(r"r3train train .*--run-dir ", Kind.JOB),
+    Rule(r"(\w+=\S* )*(r3train train |torchrun .*train_async\.py )", Kind.DRY),
     Rule(r"r3train (make-tiny-model|doctor|estimate|check-evidence|report) ", Kind.RUN),
 )
 

@@ -28,6 +28,7 @@ import train_async
 from r3train.cli import SUBCOMMANDS, main
 from r3train.engine.key import ENGINE_KEY_VARIABLE
 from r3train.engine.server import free_port
+from r3train.launch.start_ranks import train_command
 from tests.e2e import checkouts, docs_commands, jobs
 from tests.e2e.docs_commands import PAGES, Kind
 
@@ -80,25 +81,25 @@ def run(command: str, checkout: Path, timeout: float = 240) -> str:
 
 
 def dry_run(command: str, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The output of rank 0 of ``torchrun ... train_async.py ... --dry-run``, which runs in this process.
+    """The output of ``r3train train ... --dry-run`` or of torchrun's rank 0, which runs in this process.
 
     Ranks of torchrun would import for ten seconds; other tests start them.
     """
     words = shlex.split(command)
-    at = words.index("torchrun")
+    at = next(i for i, word in enumerate(words) if word in ("r3train", "torchrun"))
     variables = dict(word.split("=", 1) for word in words[:at])
-    args = torchrun_parser().parse_args(words[at + 1 :])
-    world_size = int(args.nproc_per_node) * int(args.nnodes.split(":")[-1])
-    assert args.training_script == "train_async.py"
+    program, flags = train_command, words[at + 2 :]
+    environment = {"RANK": None, "LOCAL_RANK": None, "WORLD_SIZE": None}
+    if words[at] == "torchrun":
+        args = torchrun_parser().parse_args(words[at + 1 :])
+        assert args.training_script == "train_async.py" and args.nnodes == "1:1"
+        program, flags = train_async.main, args.training_script_args
+        environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": args.nproc_per_node}
     with monkeypatch.context() as patch:
         patch.chdir(checkout)
         if "PYTHONPATH" in variables:
             patch.syspath_prepend(checkout / variables["PYTHONPATH"])
-        done = CliRunner().invoke(
-            train_async.main,
-            [*args.training_script_args, "--dry-run"],
-            env={**variables, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size)},
-        )
+        done = CliRunner().invoke(program, [*flags, "--dry-run"], env={**variables, **environment})
     assert done.exit_code == 0, f"{command}\n{done.output}"
     return done.output
 
@@ -161,10 +162,11 @@ def test_the_commands_of_a_page_run(page, checkout, once, engine, monkeypatch):
         elif kind is Kind.JOB:
             run(f"{command} {' '.join(SHORT)} --rollout-external-engine-addrs {engine}", checkout)
         elif kind in (Kind.DRY, Kind.PLAN):
-            if kind is Kind.PLAN and "train_async" in command:  # the recipe's servers are elsewhere
+            trains = "r3train train" in command or "train_async" in command
+            if kind is Kind.PLAN and trains:  # the recipe's servers are elsewhere
                 command += f" --rollout-external-engine-addrs {engine}"
             # a page that binds a server beyond loopback says to export its key
-            if "train_async" in command:
+            if trains:
                 assert "[replay]" in dry_run(f"{KEY} {command}", checkout, monkeypatch)
             else:
                 assert "[replay]" in run(f"export {KEY}; {command} --dry-run", checkout)
