@@ -86,13 +86,14 @@ class LastWords:
     def _facts(self, error: BaseException) -> dict[str, str]:
         """Return what explains rank 0's error: the other rank whose end it noticed, and a full disk."""
         facts = {}
-        if isinstance(error, RuntimeError) and self._has(
-            _FAILED
-        ):  # also of a collective without its peer
+        # of a collective without its peer: torch's own errors, not ours
+        is_torchs = type(error) is RuntimeError or type(error).__module__.startswith("torch")
+        if is_torchs and self._has(_FAILED):
             rank, _, text = self.store.get(_FAILED).decode().partition("\n")
             facts[rank] = text
         directories = [*self._directories, *([self.run_dir] if self.run_dir else [])]
-        if full := no_space(error, directories):
+        full = no_space(error, directories)
+        if full is not None and "no space left on" not in str(error):
             facts["disk"] = full
         return facts
 
