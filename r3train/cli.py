@@ -6,7 +6,6 @@ import importlib
 
 import click
 
-from r3train.config.recipes import recipe_line, recipe_names
 from r3train.cpu.torchvision_stub import declare_ops_for_imports
 
 # name -> (module:function, one line of help); a module is imported when its command is called, so
@@ -90,6 +89,8 @@ def main() -> None:
 @click.command()
 def recipes() -> None:
     """List the recipes that --config knows by name, with one line each."""
+    from r3train.config.recipes import recipe_line, recipe_names
+
     for name in recipe_names():
         click.echo(f"{name:28s}{recipe_line(name)}")
 
