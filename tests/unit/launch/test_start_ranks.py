@@ -13,6 +13,7 @@ import pytest
 from tests.unit.config.test_config import config
 
 from r3train.config import RunConfig
+from r3train.engine.server import free_port
 from r3train.launch import start_ranks as starts
 from r3train.launch.start_ranks import _meeting, _without_ours, ranks_here, start_ranks
 
@@ -184,6 +185,7 @@ def test_a_signal_reaches_the_ranks_whose_exit_code_is_the_commands(saved, code,
 import sys
 from r3train.engine.server import free_port
 from r3train.config import RunConfig
+from r3train.engine.server import free_port
 from r3train.launch import start_ranks as starts
 starts._PROGRAM = "small_rank"
 sys.exit(starts.{call})
@@ -220,3 +222,33 @@ def test_train_starts_the_ranks_with_the_resolved_settings(monkeypatch, gpus):
     asked = config(expert_model_parallel_size=2, num_rollout=3)
     assert starts.train(asked) == 0
     assert seen == [(asked, (2, 1, 0))]
+
+
+@pytest.mark.ranks
+def test_the_ranks_of_two_machines_meet_at_the_endpoint(tmp_path, monkeypatch):
+    (tmp_path / "small_rank.py").write_text(
+        "import torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "print(dist.get_rank(), 'of', dist.get_world_size(), flush=True)\n"
+        "dist.barrier()\n"
+        "dist.destroy_process_group()\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    endpoint = f"127.0.0.1:{free_port('127.0.0.1')}"
+    code = f"""
+import sys
+from r3train.engine.server import free_port
+from r3train.launch import start_ranks as starts
+starts._PROGRAM, node = "small_rank", int(sys.argv[1])
+sys.exit(starts.start_ranks([], 1, 2, node, *starts._meeting(2, node, "{endpoint}")))
+"""
+    machines = [
+        subprocess.Popen([sys.executable, "-c", code, str(node)], stdout=subprocess.PIPE, text=True)
+        for node in (1, 0)
+    ]
+    try:
+        said = sorted(machine.communicate(timeout=240)[0] for machine in machines)
+    finally:
+        for machine in machines:
+            machine.kill()
+    assert said == ["0 of 2\n", "1 of 2\n"] and {m.returncode for m in machines} == {0}
