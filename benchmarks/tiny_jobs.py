@@ -45,11 +45,13 @@ def torchrun(ranks: int, *words: str) -> list[str]:
 
 
 def job_flags(tiny: Path, run_dir: Path, *flags: str) -> list[str]:
-    """``train_async.py`` on the tiny model with the demo's recipe, no R3, no plot and no TensorBoard."""
+    """``train_async.py`` on the tiny model with the demo's recipe without R3, or that of flags; no plot, no TensorBoard."""
+    demo = ["--config", "configs/tiny_cpu.toml", "--no-use-rollout-routing-replay"]
+    demo.append("--no-enable-r3-correctness-check")
     return [
-        *("train_async.py", "--config", "configs/tiny_cpu.toml", "--run-dir", str(run_dir)),
+        *("train_async.py", "--run-dir", str(run_dir)),
+        *(() if "--config" in flags else demo),
         *("--hf-checkpoint", str(tiny / "model"), "--prompt-data", str(tiny / "prompts.jsonl")),
-        *("--no-use-rollout-routing-replay", "--no-enable-r3-correctness-check"),
         *("--no-plot", "--no-tensorboard", *flags),
     ]
 

@@ -11,7 +11,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, field_validator
 
 from r3train.config.requirements import excludes, requires
-from r3train.config.section import IMPORT_PATH, Section, URL
+from r3train.config.section import Section
+from r3train.config.sources import IMPORT_PATH, URL
 
 JUDGE_TEMPLATE = """Question:
 {prompt}

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 from pydantic import Field, field_validator
 
 from r3train.config.requirements import check, only_with, Requirement, requires
-from r3train.config.section import LIMIT, PATTERNS, Section, SET_NAME
+from r3train.config.section import LIMIT, Section
+from r3train.config.sources import PATTERNS, SET_NAME
 
 if TYPE_CHECKING:
     from r3train.config.run import RunConfig

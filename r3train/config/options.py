@@ -18,6 +18,7 @@ from r3train.config.run import RunConfig
 from r3train.config.sources import (
     ConfigError,
     FILE_FIELD,
+    flag_name,
     PEERS,
     Place,
     nearest,
@@ -83,7 +84,12 @@ class TrainCommand(click.Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ctx.meta["words"] = tuple(args)
         try:
-            ctx.meta["sglang"], rest = _take_server_flags(args)
+            ctx.meta["sglang"], rest = _take_server_flags([_dashed(word) for word in args])
+            files = [word for word in rest if word == "--config" or word.startswith("--config=")]
+            if len(files) > 1:
+                raise click.UsageError(
+                    "--config is given twice: a run has one file; give what differs as flags"
+                )
             return super().parse_args(ctx, _spread_lists(self, rest))
         except click.UsageError as error:
             peer = PEERS.get((getattr(error, "option_name", None) or "")[2:].replace("-", "_"))
@@ -95,8 +101,27 @@ class TrainCommand(click.Command):
                     " --transformer-override NAME=VALUE or --optimizer-override, an SGLang"
                 )
                 error.message += " one through --sglang-FLAG"
+            elif error.message.startswith("Got unexpected extra argument"):
+                error.message += self._stray(
+                    rest, error.message.partition("(")[2].split()[0].rstrip(")")
+                )
             _let_rank_0_speak()
             raise
+
+    def _stray(self, args: list[str], word: str) -> str:
+        """Return what is meant by a word that no flag takes: the value of a switch, or NAME=VALUE."""
+        before = args[args.index(word) - 1] if word in args[1:] else ""
+        switches = (param for param in self.params if param.is_flag)
+        if any(before in (*param.opts, *param.secondary_opts) for param in switches):
+            off = f"--no-{before[2:].removeprefix('no-')}"
+            return f": {before} is a switch and takes no value; {off} turns it off"
+        name, equals, value = word.partition("=")
+        if not equals:
+            return ""
+        name = name.rpartition(".")[2].lstrip("+")
+        name = PEERS.get(name, name)
+        known = name in places(RunConfig)
+        return ": flags are --name value" + (f": {flag_name(name)} {value}" if known else "")
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write a group of flags for each section, in the order of RunConfig."""
@@ -296,6 +321,12 @@ def _take_server_flags(args: list[str]) -> tuple[dict[str, Any], list[str]]:
         read = [_value(text) for text in values]
         taken[name] = True if not read else read[0] if len(read) == 1 else read
     return taken, rest
+
+
+def _dashed(word: str) -> str:
+    """Return a flag with dashes for underscores; any other word as it is."""
+    flag, equals, value = word.partition("=")
+    return flag.replace("_", "-") + equals + value if word.startswith("--") else word
 
 
 def _spread_lists(command: click.Command, args: list[str]) -> list[str]:

@@ -21,7 +21,8 @@ from r3train.config.recipes import recipe_path
 from r3train.config.replay_settings import ReplaySection
 from r3train.config.rollout_settings import RolloutSection
 from r3train.config.requirements import check, only_with
-from r3train.config.section import FILE_NAME, Section
+from r3train.config.section import Section
+from r3train.config.sources import FILE_NAME
 from r3train.config.tracker_settings import TrackersSection
 from r3train.config.trainer_settings import TrainerSection
 

@@ -10,15 +10,6 @@ from r3train.config.requirements import Requirement
 
 # a value of a table whose names are another program's
 OverrideScalar = bool | int | float | str
-# what a text must look like -> the same in words
-IMPORT_PATH, URL = r"^[\w.]+:\w+$", r"^https?://\S+$"
-FILE_NAME, SET_NAME = r"^[\w.-]+$", r"^\w[\w.-]*$"
-PATTERNS = {
-    IMPORT_PATH: "module:function, such as rewards_here:short_answer",
-    URL: "http://HOST:PORT or https://HOST",
-    FILE_NAME: "letters, digits, _, . and - only",
-    SET_NAME: "letters, digits, _, . and -, and neither . nor - first",
-}
 
 
 def _no_zero(value: int | None) -> int | None:

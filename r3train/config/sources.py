@@ -7,7 +7,7 @@ import unicodedata
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import tomli_w
 from pydantic import ValidationError
@@ -19,6 +19,15 @@ if TYPE_CHECKING:
     from r3train.config.run import RunConfig
 
 THRESHOLD_VARIABLES = ("R3_MISMATCH_THRESHOLD", "MILES_TEST_R3_THRESHOLD")
+# what a text must look like -> the same in words
+IMPORT_PATH, URL = r"^[\w.]+:\w+$", r"^https?://\S+$"
+FILE_NAME, SET_NAME = r"^[\w.-]+$", r"^\w[\w.-]*$"
+PATTERNS = {
+    IMPORT_PATH: "module:function, such as rewards_here:short_answer",
+    URL: "http://HOST:PORT or https://HOST",
+    FILE_NAME: "letters, digits, _, . and - only",
+    SET_NAME: "letters, digits, _, . and -, and neither . nor - first",
+}
 # fields that are tables: a flag adds an entry to those of the file
 TABLE_FIELDS = ("transformer_overrides", "optimizer_overrides", "sglang")
 # characters of a refused value
@@ -53,6 +62,7 @@ PEERS = {
     "rollout_num_gpus": "rollout_num_engines, sglang_tp_size",
     "rollout_num_gpus_per_engine": "sglang_tp_size",
     "save_debug_rollout_data": "dump_rollouts",
+    "train_files": "prompt_data",
     "train_iters": "num_rollout",
     "update_weights_interval": "max_weight_staleness",
     "use_dynamic_batch_size": "max_tokens_per_gpu",
@@ -245,7 +255,14 @@ def _readable(
                 f" (or {name} under [{known[name].section}]{where})"
             )
             continue
+        if problem["type"] == "extra_forbidden":
+            key, table = str(problem["loc"][-1]), known[name].info.annotation
+            hint = nearest(key, get_args(table)[0].model_fields)
+            lines.append(f"{origin.get(name, name)}{inside}: unknown key {key}.{hint}")
+            continue
         reason = problem["msg"].removeprefix("Value error, ")
+        if problem["type"] == "string_pattern_mismatch":
+            reason = f"expected {PATTERNS[problem['ctx']['pattern']]}"
         reason = reason[0].lower() + reason[1:]
         got = repr(problem["input"])
         got = got if len(got) <= _MOST_SHOWN else f"{got[:_MOST_SHOWN]}..."

@@ -28,6 +28,8 @@ _WITHOUT_EFFECT = """
 
 def check_other_model(flag: str, path: Path, actor: HfModelFacts) -> None:
     """Raise ValueError unless ``path`` is a checkpoint of the actor's model (--ref-load, a teacher)."""
+    if not path.is_dir():
+        raise ValueError(f"{flag}: {path}: no such checkpoint directory")
     try:
         hf = read_hf_facts(path)
         check_trainable(hf)

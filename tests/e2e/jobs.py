@@ -59,7 +59,8 @@ def command(
     return [
         *(sys.executable, "-m", "torch.distributed.run"),
         *("--master-port", str(free_port("127.0.0.1")), "--nproc-per-node", str(ranks), *program),
-        *("--config", recipe, *(without_r3 if recipe == "configs/tiny_cpu.toml" else ())),
+        *(() if "--config" in flags else ("--config", recipe)),
+        *(without_r3 if recipe == "configs/tiny_cpu.toml" and "--config" not in flags else ()),
         *("--run-dir", str(run_dir), *flags),
     ]
 

@@ -202,7 +202,8 @@ def run_case(seed: int, made: Path, directory: Path) -> None:
     draw, kind = random.Random(seed), KINDS[seed % len(KINDS)]
     shutil.copytree(made, directory)
     flags, environment = kind(draw, directory)
-    command = ["--config", str(RECIPE), "--hf-checkpoint", str(directory / "model")]
+    command = [] if "--config" in flags else ["--config", str(RECIPE)]
+    command += ["--hf-checkpoint", str(directory / "model")]
     command += ["--prompt-data", str(directory / "prompts.jsonl"), "--use-rollout-routing-replay"]
     command += ["--run-dir", str(directory / "run"), *flags, "--dry-run"]
     environment = {"RANK": "0", "WORLD_SIZE": "2"} | environment

@@ -93,7 +93,14 @@ def test_the_resolved_configuration_reads_back(tmp_path):
         ({"eval_prompt_data": ("gsm8k",)}, "--eval-prompt-data: expected a name and a file"),
         ({"eval_prompt_data": ("../a", "b")}, "--eval-prompt-data"),
         ({"datasets": [{"name": "a"}]}, r"datasets\.0\.path: field required"),
-        ({"datasets": [{"name": "a", "path": "b", "temprature": 1}]}, r"\.0\.temprature"),
+        (
+            {"datasets": [{"name": "a", "path": "b", "temprature": 1}]},
+            r"datasets\.0\.temprature: unknown key temprature\. Did you mean temperature\?",
+        ),
+        (
+            {"datasets": [{"name": "a/b", "path": "b"}]},
+            r"datasets\.0\.name: expected letters, digits, _, \. and -, and neither \. nor - first",
+        ),
         ({"datasets": [{"name": "a", "path": "b", "top_p": 2}]}, r"datasets\.0\.top_p"),
     ],
 )

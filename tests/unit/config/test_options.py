@@ -101,6 +101,12 @@ def test_flags_take_typed_values():
     assert config.trainer.optimizer == "sgd"
 
 
+def test_underscores_in_a_flag_are_dashes():
+    config = parsed("--num_rollout", "7", "--rm_type=boxed_math")
+    assert config.rollout.num_rollout == 7 and config.data.rm_type == "boxed_math"
+    assert parsed("--sglang-tp_size", "2").rollout.sglang == {"tp_size": 2}
+
+
 def test_booleans_have_an_on_and_an_off_flag(tmp_path):
     path = tmp_path / "r.toml"
     path.write_text("[run]\nplot = false\n[trainer]\nci_test = true\n")
@@ -193,7 +199,28 @@ def test_transformer_overrides_take_names_and_typed_values():
     "words, message",
     [
         ("--hf-chekpoint m", "'--hf-checkpoint'"),
-        ("--num_rollout 1", "'--num-rollout'"),
+        ("--num_rollouts 1", "'--num-rollout'"),
+        (
+            "--use-rollout-routing-replay true",
+            "(true): --use-rollout-routing-replay is a switch and takes no value;"
+            " --no-use-rollout-routing-replay turns it off",
+        ),
+        (
+            "--no-plot false",
+            "(false): --no-plot is a switch and takes no value; --no-plot turns it",
+        ),
+        ("data.train_files=x", "(data.train_files=x): flags are --name value: --prompt-data x"),
+        ("+trainer.lr=1", "flags are --name value: --lr 1"),
+        ("actor.strategy=fsdp", "flags are --name value"),
+        ("--config a.toml --config=b.toml", "--config is given twice: a run has one file"),
+        ("--custom-rm-path rw.one", "expected module:function, such as rewards_here:short_answer"),
+        ("--custom-rm-path path/rw.py:f", "expected module:function, such as rewards_here"),
+        ("--rm-url h:1", "--rm-url: expected http://HOST:PORT or https://HOST, got 'h:1'"),
+        ("--run-name a/b", "--run-name: expected letters, digits, _, . and - only, got 'a/b'"),
+        (
+            "--eval-prompt-data data/a.jsonl a",
+            "--eval-prompt-data: 'data/a.jsonl' is no name of an evaluation set: expected a name and",
+        ),
         ("--moe-zzz-qqq 1", "--transformer-override NAME=VALUE"),
         ("--optimizer adan", "Did you mean adam?"),
         ("--lr fast", "'--lr': 'fast' is not a number."),

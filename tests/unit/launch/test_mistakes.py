@@ -166,7 +166,7 @@ MISTAKES: dict[str, tuple[Make, str]] = {
     "an end token that is none": (keys("generation_config.json", eos_token_id=64), "not in 0..63"),
     "no reference": (
         flags("--kl-loss-coef", "0.1", "--ref-load", "nowhere"),
-        "--ref-load: nowhere",
+        "--ref-load: nowhere: no such checkpoint directory\n",
     ),
     # prompts
     "no prompts": (flags("--prompt-data", "missing.jsonl"), "missing.jsonl: no such prompt file"),

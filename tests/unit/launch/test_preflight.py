@@ -50,7 +50,8 @@ def start(tiny: Path, *flags: str, world_size: int | None = 2, environment: dict
     return CliRunner().invoke(
         train_async.main,
         [
-            *("--config", str(ROOT / "configs/tiny_cpu.toml"), "--use-rollout-routing-replay"),
+            *(() if "--config" in flags else RECIPE),
+            "--use-rollout-routing-replay",
             *("--hf-checkpoint", str(tiny / "model")),
             *("--prompt-data", str(tiny / "prompts.jsonl")),
             *flags,
