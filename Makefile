@@ -103,7 +103,7 @@ test-slow: dev  ## Run the tests that take minutes each
 test-long: dev bench-venv  ## Run the longest commands of docs/ unchanged (an hour and a half)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --quiet -m long $(PYTEST_ARGS)
 
-lint: dev  ## Check style, layers and that docs/configuration.md and docs/metrics.md are up to date
+lint: dev  ## Check style, layers and that generated pages and r3train.schema.json are up to date
 	$(BIN)/black --check .
 	$(BIN)/lint-imports
 	$(BIN)/python docs/write_configuration.py --check
@@ -112,7 +112,7 @@ lint: dev  ## Check style, layers and that docs/configuration.md and docs/metric
 format: dev  ## Format the code with black
 	$(BIN)/black .
 
-docs: dev  ## Write docs/configuration.md and docs/metrics.md from the code
+docs: dev  ## Write docs/configuration.md, docs/metrics.md and r3train.schema.json from the code
 	$(BIN)/python docs/write_configuration.py
 	$(BIN)/python docs/write_metrics.py
 

@@ -1,8 +1,13 @@
-"""Write docs/configuration.md from the models in r3train/config; --check fails where it is stale."""
+"""Write docs/configuration.md and r3train.schema.json from r3train/config; --check fails where they are stale.
+
+Editors read the schema (``#:schema`` at the head of a recipe) to complete keys and to underline mistakes.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
+import re
 import sys
 import types
 from pathlib import Path
@@ -11,9 +16,14 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from r3train.config import RunConfig
+from r3train.config.cross_checks import requirements_of
+from r3train.config.options import default_text
 from r3train.config.section import Section
 
 PAGE = Path(__file__).with_name("configuration.md")
+SCHEMA = Path(__file__).parents[1] / "r3train.schema.json"
+# a file may give these as text too
+TEXT_TOO = ("prompt_data", "apply_chat_template_kwargs")
 HEAD = """# Configuration
 
 <!-- Written by docs/write_configuration.py (`make docs`) from r3train/config. Do not edit. -->
@@ -39,7 +49,9 @@ Three tables take names that are not ours:
 `MILES_TEST_R3_THRESHOLD`: below flags and file, above the default. Keys alone are read from other
 variables: `R3TRAIN_ENGINE_API_KEY` (slurm.md), `R3TRAIN_JUDGE_API_KEY` (data.md) and
 `R3TRAIN_TEACHER_API_KEY` (algorithms.md).
-Unknown flags, tables and keys are errors that name the nearest known one."""
+Unknown flags, tables and keys are errors that name the nearest known one. An editor that reads
+`r3train.schema.json` (`#:schema r3train.schema.json` in a file's first line, as in configs/) finds them while
+you write."""
 
 
 def page() -> str:
@@ -48,13 +60,51 @@ def page() -> str:
     for section, info in RunConfig.model_fields.items():
         model = info.annotation
         parts.append(f"\n## {model.title}: `[{section}]`\n")
+        for asked in model.every_field:
+            but = f", but {', '.join(f'`{name}`' for name in asked.but)}" if asked.but else ""
+            words = asked.words()
+            parts.append(f"Each setting{but}: {words[0].lower()}{code(words[1:])}\n")
         parts.append("| field | value | default | meaning |\n|---|---|---|---|")
         for name, field in model.model_fields.items():
-            cells = [f"`{name}`", value_of(field), default_of(field), field.description or ""]
+            asked = (asks for asks in requirements_of(name) if asks not in model.every_field)
+            meaning = " ".join([field.description, *(code(asks.words()) for asks in asked)])
+            cells = [f"`{name}`", value_of(field), default_of(field), meaning]
             cells = [" ".join(cell.split()) for cell in cells]  # a row of a table is one line
             escaped = (cell.replace("|", "\\|").replace("<", "&lt;") for cell in cells)
             parts.append("| " + " | ".join(escaped) + " |")
     return "\n".join(parts) + "\n"
+
+
+def code(words: str) -> str:
+    """Set the flags and tables' entries of a sentence as code."""
+    return re.sub(r"--[\w-]+|\b(?:sglang|transformer_overrides)\.\w+", r"`\g<0>`", words)
+
+
+def schema() -> dict[str, Any]:
+    """The JSON schema of a recipe: a table for each section, none of whose keys must be there, as flags add some.
+
+    What a setting asks of others is in its description: editors show it, and the run refuses it.
+    """
+    made = RunConfig.model_json_schema()
+    made["$schema"] = "https://json-schema.org/draft/2020-12/schema"
+    made["title"], made["description"] = "r3train", "A recipe of r3train (docs/configuration.md)."
+    del made["required"]
+    for section, info in RunConfig.model_fields.items():
+        made["properties"][section].pop("default", None)
+        table = made["$defs"][info.annotation.__name__]
+        table.pop("required", None)
+        table["title"] = info.annotation.title
+        for name, field in table["properties"].items():
+            field.pop("title")
+            if field.get("default", "") is None:  # TOML has none: the key is left out
+                del field["default"]
+            kinds = [kind for kind in field.pop("anyOf", ()) if kind != {"type": "null"}]
+            field |= kinds[0] if len(kinds) == 1 else {"anyOf": kinds} if kinds else {}
+            if name in TEXT_TOO:
+                field["anyOf"] = [{"type": "string"}, {"type": field.pop("type")}]
+            words = [field["description"], *(asked.words() for asked in requirements_of(name))]
+            field["description"] = " ".join(" ".join(words).split())
+    return made
 
 
 def value_of(field: FieldInfo) -> str:
@@ -93,17 +143,19 @@ def default_of(field: FieldInfo) -> str:
         return "empty"
     if isinstance(default, bool):
         return "on" if default else "off"
-    return f"`{default}`"
+    return f"`{default_text(default)}`"
 
 
 def main() -> None:
-    """Write the page, or with --check exit with 1 where the one on disk differs."""
+    """Write both files, or with --check exit with 1 where one on disk differs."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="compare and write nothing")
-    if not parser.parse_args().check:
-        PAGE.write_text(page(), encoding="utf-8")
-    elif not PAGE.is_file() or PAGE.read_text(encoding="utf-8") != page():
-        sys.exit(f"{PAGE} is not what r3train/config says: run `make docs`")
+    check = parser.parse_args().check
+    for file, text in ((PAGE, page()), (SCHEMA, json.dumps(schema(), indent=1) + "\n")):
+        if not check:
+            file.write_text(text, encoding="utf-8")
+        elif not file.is_file() or file.read_text(encoding="utf-8") != text:
+            sys.exit(f"{file} is not what r3train/config says: run `make docs`")
 
 
 if __name__ == "__main__":

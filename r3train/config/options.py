@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -261,7 +262,12 @@ def _default_text(place: Place) -> str:
         return ""
     if isinstance(default, bool):
         return f"[default: {'on' if default else 'off'}]"
-    return f"[default: {default}]"
+    return f"[default: {default_text(default)}]"
+
+
+def default_text(default: Any) -> str:
+    """Return a default that is neither a switch's nor empty, as TOML has it; text is not quoted."""
+    return json.dumps(default) if isinstance(default, tuple) else str(default)
 
 
 def _write_group(formatter: click.HelpFormatter, title: str, rows: list[tuple[str, str]]) -> None:

@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from r3train.config.sources import Place, flag_name, places
+from r3train.config.sources import FILE_FIELD, flag_name, Place, places
 
 if TYPE_CHECKING:
     from r3train.config.run import RunConfig
@@ -66,7 +66,12 @@ def _said(name: str, value: Any) -> str:
         return f"{name} = {value!r}"
     if isinstance(value, bool):
         return flag_name(name if value else f"no_{name}")
-    return f"{flag_name(name)} {shown(value)}"
+    return _in_a_file(name) or f"{flag_name(name)} {shown(value)}"
+
+
+def _in_a_file(name: str) -> str:
+    """Return a setting without a flag as it stands in a file, or an empty text."""
+    return f"[[eval.{name}]]" if name == FILE_FIELD else name if "." in name else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +102,7 @@ class Condition:
         """Return the condition in words; run: say the value of a setting that is compared, too."""
         if self.text in _FACTS:
             return _FACTS[self.text]
-        flag = self.name if "." in self.name else flag_name(self.name)
+        flag = _in_a_file(self.name) or flag_name(self.name)
         if not self.sign:
             return flag
         bound = (
@@ -159,6 +164,9 @@ class Requirement:
         verb = {"<=": "is at most", "<": "is below", ">=": "is at least"}.get(self.verb, self.verb)
         words = f"{verb} {' or '.join(condition.words() for condition in self.conditions)}."
         when = self.when.replace("|", ", ")
+        when = (
+            when.strip("*") if when[:1] == "*" else when.replace("*", "...")
+        )  # a part, a beginning
         return f"{when}: {words}" if when else words[0].upper() + words[1:]
 
 

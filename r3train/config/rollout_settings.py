@@ -56,7 +56,7 @@ class RolloutSection(Section):
         float,
         requires(_KEPT),
     ] = Field(default=1.0, gt=0, le=1)
-    """Nucleus sampling; 1 is off.  Below 1 it needs rollout_top_k."""
+    """Nucleus sampling; 1 is off."""
     rollout_top_k: Annotated[
         int,
         *LIMIT,

@@ -182,10 +182,10 @@ REFUSED = f"""
     recompute_num_layers=1 | --recompute-num-layers 1 needs --recompute-granularity full
     recompute_modules=["moe"] | --recompute-modules moe needs --recompute-granularity selective
     # evaluation
-    eval_interval=5 | --eval-interval 5 has no effect without --eval-prompt-data or --datasets: there is no evaluation set
+    eval_interval=5 | --eval-interval 5 has no effect without --eval-prompt-data or [[eval.datasets]]: there is no evaluation set
     skip_eval_before_train=true | --skip-eval-before-train has no effect without --eval-prompt-data
     {EVAL}, {DUMPS} | --eval-prompt-data a b {NO_SERVER}: no server could answer
-    datasets=[{{name="a", path="b"}}], {DUMPS} | {NO_SERVER}: no server could answer
+    datasets=[{{name="a", path="b"}}], {DUMPS} | [[eval.datasets]] {NO_SERVER}: no server could answer
     eval_prompt_data=["a", "b", "a", "c"] | evaluation sets: two have the name a
     {EVAL}, eval_top_k=0 | --eval-top-k: expected -1 (no limit) or a number from 1 up, got 0
     {EVAL}, eval_temperature=0.0, n_samples_per_eval_prompt=2 | evaluation set a: n_samples_per_eval_prompt 2 with greedy decoding
@@ -238,7 +238,7 @@ OF_AN_ACTOR = f"""
     ci_test=true | --ci-test
     plant_fault="nan_once" | --plant-fault nan_once
     {EVAL} | --eval-prompt-data a b
-    datasets=[{{name="a", path="b"}}] | --datasets
+    datasets=[{{name="a", path="b"}}] | [[eval.datasets]]
     max_engine_restarts=1 | --max-engine-restarts 1
     {R3}, route_stores=true | --route-stores
 """
