@@ -81,7 +81,7 @@ def code(words: str) -> str:
 
 
 def schema() -> dict[str, Any]:
-    """The JSON schema of a recipe: a table for each section, none of whose keys must be there, as flags add some.
+    """The JSON schema of a recipe: a table for each section, and no key that must be there, as flags add some.
 
     What a setting asks of others is in its description: editors show it, and the run refuses it.
     """

@@ -1,9 +1,10 @@
 """Requirements of a setting on others, declared next to its field.
 
-``Annotated[bool, requires("lora_rank > 0 or save: why")]`` declares a requirement: conditions, and why.  It is checked where the field is not at its default, or has a value like ``when``.  A condition is ``NAME``
-(it is on), ``NAME > X``, or ``NAME = PATTERN|PATTERN``.  NAME is a field of any section, an entry of a table
-(``sglang.tp_size``) or a property of RunConfig.  X is a number, or the name of a field.
-``*:*`` is a module:function of the user.  cross_checks.py has the engine.
+``Annotated[bool, requires("lora_rank > 0 or save: why")]`` declares a requirement: conditions, and why.  It is
+checked where the field is not at its default, or has a value like ``when``.  A condition is ``NAME`` (it is on),
+``NAME > X``, or ``NAME = PATTERN|PATTERN``.  NAME is a field of any section, an entry of a table
+(``sglang.tp_size``) or a property of RunConfig.  X is a number, or the name of a field.  ``*:*`` is a
+module:function of the user.  cross_checks.py has the engine.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from fnmatch import fnmatchcase
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from r3train.config.sources import FILE_FIELD, flag_name, Place, places
+from r3train.config.sources import FILE_FIELD, flag_name, MOST_SHOWN, Place, places, plain
 
 if TYPE_CHECKING:
     from r3train.config.run import RunConfig
@@ -41,10 +42,10 @@ def is_on(value: Any) -> bool:
 
 
 def shown(value: Any) -> str:
-    """Return a value as a flag takes it: a list's values with spaces, 1.0 as 1."""
+    """Return a value as a flag takes it, on one line: a list's values with spaces, 1.0 as 1."""
     if isinstance(value, (tuple, list)):
         return " ".join(map(shown, value))
-    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+    return str(value).removesuffix(".0") if isinstance(value, float) else plain(str(value))
 
 
 @cache
@@ -66,7 +67,7 @@ def _said(name: str, value: Any) -> str:
         return f"{name} = {value!r}"
     if isinstance(value, bool):
         return flag_name(name if value else f"no_{name}")
-    return _in_a_file(name) or f"{flag_name(name)} {shown(value)}"
+    return _in_a_file(name) or f"{flag_name(name)} {shown(value)[:MOST_SHOWN]}"
 
 
 def _in_a_file(name: str) -> str:
@@ -76,7 +77,7 @@ def _in_a_file(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """A condition on one setting; name is empty for the setting that declares it."""
+    """A condition on one setting."""
 
     text: str
     name: str
@@ -105,10 +106,9 @@ class Condition:
         flag = _in_a_file(self.name) or flag_name(self.name)
         if not self.sign:
             return flag
-        bound = (
-            flag_name(self.bound) if self.bound[0].isalpha() and self.sign != "=" else self.bound
-        )
-        bound = bound.replace("*:*", "module:function").replace("*", "").replace("|", "/")
+        bound = self.bound.replace("*:*", "module:function").replace("*", "").replace("|", "/")
+        if self.sign != "=" and bound[0].isalpha():
+            bound = flag_name(bound)
         value = None if run is None else value_of(run, self.name)
         got = "" if run is None else f" (it is {'unset' if value is None else shown(value)})"
         return f"{flag} {_IN_WORDS[self.sign]}{bound}{got}"

@@ -31,7 +31,7 @@ PATTERNS = {
 # fields that are tables: a flag adds an entry to those of the file
 TABLE_FIELDS = ("transformer_overrides", "optimizer_overrides", "sglang")
 # characters of a refused value
-_MOST_SHOWN = 1000
+MOST_SHOWN = 1000
 # a field that only a TOML file can set
 FILE_FIELD = "datasets"
 
@@ -265,7 +265,7 @@ def _readable(
             reason = f"expected {PATTERNS[problem['ctx']['pattern']]}"
         reason = reason[0].lower() + reason[1:]
         got = repr(problem["input"])
-        got = got if len(got) <= _MOST_SHOWN else f"{got[:_MOST_SHOWN]}..."
+        got = got if len(got) <= MOST_SHOWN else f"{got[:MOST_SHOWN]}..."
         lines.append(f"{origin.get(name, name)}{inside}: {reason}, got {got}")
     return "\n".join(dict.fromkeys(lines))
 

@@ -220,7 +220,7 @@ REFUSED = f"""
     ranks=2, profile_ranks=[1] | --profile-ranks 1 has no effect without --use-pytorch-profiler
     record_memory_history=true, profile_step_start=0, profile_ranks=[0, 9] | profile_ranks 9 is none of the 1 ranks
     wandb_project="p" | --wandb-project p has no effect without --use-wandb
-    wandb_group="g" | --wandb-group g has no effect without --use-wandb
+    wandb_group="g\\nh" | --wandb-group g\\nh has no effect without --use-wandb
     wandb_team="t" | --wandb-team t has no effect without --use-wandb
     wandb_mode="offline" | --wandb-mode offline has no effect without --use-wandb
     mlflow_tracking_uri="u" | --mlflow-tracking-uri u has no effect without --use-mlflow
