@@ -179,7 +179,6 @@ def _patch_norm() -> None:
     """Allow norms under sequence parallelism (MoE with TP needs it); WrappedTorchNorm refuses."""
     from megatron.core.models import backends
     from megatron.core.models.gpt import gpt_layer_specs
-    from megatron.core.transformer import torch_norm, transformer_block
 
     class SequenceParallelNorm:
         """torch's norm; its weights are tagged, so that their gradients are summed."""
@@ -193,12 +192,7 @@ def _patch_norm() -> None:
 
     for module, name in (
         (backends, "WrappedTorchNorm"),
-        (backends, "LNImpl"),
-        (gpt_layer_specs, "WrappedTorchNorm"),
         (gpt_layer_specs, "LNImpl"),
-        (transformer_block, "WrappedTorchNorm"),
-        (transformer_block, "LayerNormImpl"),
-        (torch_norm, "WrappedTorchNorm"),
     ):
         patch(
             module,

@@ -48,22 +48,18 @@ def _patch_cuda_namespace() -> None:
     """Replace torch.cuda.current_device() and the streams of alltoall dispatcher, PP and DDP."""
     cpu, stream = torch.device("cpu"), _Stream()
     # the "CUDA" generator is the default CPU generator
-    get_state, set_state = torch.get_rng_state, torch.set_rng_state
+    get_state = torch.get_rng_state
     replaced = {
         "current_device": (lambda: cpu, "()"),
         "synchronize": (lambda *_, **__: None, "(device=None)"),
         "Stream": (_Stream, "(device=None, priority=0, **kwargs)"),
         "current_stream": (lambda *_, **__: stream, "(device=None)"),
-        "default_stream": (lambda *_, **__: stream, "(device=None)"),
         "stream": (lambda _: contextlib.nullcontext(), "(stream)"),
         "manual_seed": (torch.manual_seed, "(seed)"),
         "get_rng_state": (lambda *_, **__: get_state(), "(device='cuda')"),
-        "set_rng_state": (lambda state, *_, **__: set_state(state), "(new_state, device='cuda')"),
     }
     for name, (replacement, expects) in replaced.items():
         patch(torch.cuda, name, replacement, expects=expects, why=_WHY)
-    of_states, expects = replaced["get_rng_state"]
-    patch(torch.cuda.random, "get_rng_state", of_states, expects=expects, why=_WHY)
 
 
 def _is_cuda(device: Any) -> bool:
@@ -77,7 +73,7 @@ def _patch_tensor_moves() -> None:
     cpu = torch.device("cpu")
     real_to, real_type = torch.Tensor.to, torch.Tensor.type
 
-    def cuda(self: Any, *_: Any, **__: Any) -> Any:
+    def cuda(self: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         return self
 
     def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -92,7 +88,6 @@ def _patch_tensor_moves() -> None:
             return name.replace("torch.", "torch.cuda.", 1)
         return name
 
-    patch(torch.nn.Module, "cuda", cuda, expects="(self, device=None)", why=_WHY)
     patch(torch.Tensor, "cuda", cuda, expects=BUILTIN, why=_WHY)
     patch(torch.Tensor, "to", to, expects=BUILTIN, why=_WHY)
     why = "Megatron's optimizers take parameters of CUDA's types only"
@@ -117,5 +112,5 @@ def _patch_factories() -> None:
 
         return make
 
-    for name in ("zeros", "ones", "empty", "full", "tensor", "arange"):
+    for name in ("zeros", "empty", "tensor"):
         patch(torch, name, on_cpu(getattr(torch, name)), expects=BUILTIN, why=_WHY)

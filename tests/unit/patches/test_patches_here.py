@@ -30,7 +30,7 @@ def listed():
 
 def test_every_original_is_the_one_that_is_replaced(listed):
     assert [f for f in listed if f.level != OK] == []
-    assert len(listed) >= (70 if not torch.cuda.is_available() else 8)
+    assert len(listed) >= (60 if not torch.cuda.is_available() else 8)
 
 
 def calls() -> Iterator[tuple[str, ast.Call]]:
@@ -75,7 +75,6 @@ def test_what_does_not_fit_is_a_problem_and_so_is_a_process_that_fails(monkeypat
 
 # assignments to what is imported from elsewhere, and why they are no patches
 ALLOWED = {
-    ("user_code.py", "os._exit"): "for the time that code of the user runs",
     ("engine/launch_server.py", "sys.argv"): "the flags of the program that runs next",
     ("rewards/code_launcher.py", "sys.argv"): "a program of the model's, in a process of its own",
     ("rewards/code_launcher.py", "sys.unraisablehook"): "the same",
@@ -158,4 +157,4 @@ def test_nothing_else_is_changed_but_by_the_checked_call():
         if path.parent.name != "patches"
         for change in changes(path.read_text())
     }
-    assert found <= set(ALLOWED), found - set(ALLOWED)
+    assert found == set(ALLOWED)
