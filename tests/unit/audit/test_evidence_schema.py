@@ -45,6 +45,7 @@ def layer_9(line: dict) -> None:
 REFUSED = [
     (OF_STEPS, {"version": 2}, "evidence of version 2, expected 1: judge it by the r3train that"),
     (OF_STEPS, {"version": 0, "counts": GONE}, "evidence of version 0, expected 1"),
+    (OF_STEPS, {"version": GONE, "counts": GONE}, "`counts` (it names no version: older than 1?)"),
     (OF_STEPS, {"passes": 1e25}, "Expected `array`, got `float` - at `$.passes`"),
     (OF_STEPS, {"passes": []}, "Expected `array` of length >= 1"),
     (OF_STEPS, {"passes": ["train"]}, "passes is of ['train'], expected ['old_log_prob', 'train']"),
