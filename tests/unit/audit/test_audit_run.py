@@ -354,13 +354,16 @@ def test_a_running_job_is_judged_by_the_steps_that_were_whole_at_the_beginning(
     from r3train.audit import audit_run as module
     from r3train.data import rotated_files
 
-    monkeypatch.setattr(rotated_files, "PART_BYTES", part_bytes)
-    run, whole = write_run(tmp_path / "run", range(4)), audit_run(tmp_path / "run")
+    monkeypatch.setattr(rotated_files, "PART_BYTES", 3000)
+    run = write_run(tmp_path / "run", range(2))  # in parts
+    monkeypatch.setattr(rotated_files, "PART_BYTES", 1 << 20)
+    whole = audit_run(write_run(run, range(2, 4)))
     judged = []
 
     def judge_and_train(*args, **how):
         judged.append(args[1].step)
-        if len(judged) == 2:
+        if len(judged) == 1:
+            monkeypatch.setattr(rotated_files, "PART_BYTES", part_bytes)
             write_run(run, range(4, 9))
         return judge(*args, **how)
 
@@ -370,7 +373,7 @@ def test_a_running_job_is_judged_by_the_steps_that_were_whole_at_the_beginning(
     assert judged == [0, 1, 2, 3] and audit.verdict == "passed", audit.findings
     assert audit.numbers == whole.numbers
     assert audit_run(run).numbers["steps"] == 9
-    assert bool(list(run.glob("evidence/*.gz"))) == (part_bytes == 3000)
+    assert len(list(run.glob("evidence/*.gz"))) == (14 if part_bytes == 3000 else 4)
 
 
 def test_there_may_be_more_ranks_than_the_process_may_open_files(tmp_path):
