@@ -1,4 +1,4 @@
-"""What ends a run is recorded and shown first, by rank 0 for all ranks; a full disk is named."""
+"""The error that ends a run is shown first, by rank 0 for all ranks; a full disk is named."""
 
 from __future__ import annotations
 

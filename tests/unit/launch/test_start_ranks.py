@@ -224,7 +224,6 @@ def test_train_starts_the_ranks_with_the_resolved_settings(monkeypatch, gpus):
     assert seen == [(asked, (2, 1, 0))]
 
 
-@pytest.mark.ranks
 def test_the_ranks_of_two_machines_meet_at_the_endpoint(tmp_path, monkeypatch):
     (tmp_path / "small_rank.py").write_text(
         "import torch.distributed as dist\n"
