@@ -193,6 +193,8 @@ def evaluation_recipe(directory: Path, prompts: Path) -> Path:
     path, recipe = directory / "held_out.jsonl", directory / "recipe.toml"
     path.write_text("".join(json.dumps(line) + "\n" for line in held_out))
     demo = (jobs.ROOT / "configs/tiny_cpu.toml").read_text()
+    demo = demo.replace("r3_correctness_check = true", "r3_correctness_check = false")
+    demo = demo.replace("routing_replay = true", "routing_replay = false")
     recipe.write_text(demo + EVALUATION.format(path=path))
     return recipe
 
