@@ -123,8 +123,8 @@ def bounded_lines(file: BinaryIO, path: Path) -> Iterator[bytes]:
     while line := file.readline(MAX_LINE_BYTES):
         number += 1
         if len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
-            text = f"has more than {MAX_LINE_BYTES} bytes"
-            raise OSError(errno.EFBIG, text, f"{path}:{number}")
+            text = f"line {number} has more than {MAX_LINE_BYTES} bytes"
+            raise OSError(errno.EFBIG, text, str(path))
         yield line
 
 

@@ -38,7 +38,7 @@ def test_the_reward_of_the_first_prompt_is_shown(case, tiny, tmp_path):
 @pytest.mark.parametrize(
     "name, message, flags",
     [
-        ("fails", "raised KeyError: 'gold' (sample 0)", ()),
+        ("fails", "raised KeyError: 'gold' (reward_functions.py:", ()),
         ("nothing", "must be a finite number, got None (sample 0)", ()),
         ("nan", "must be a finite number, got nan", ()),
         ("text", "must be a finite number, got '1.0' (sample 0)", ()),
