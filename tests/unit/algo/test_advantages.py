@@ -158,10 +158,7 @@ def test_masked_tokens_get_zero_whatever_the_estimator_says():
         ("not_finite", "not_finite: sample 0 got an advantage that is not finite"),
         ("fails", "^--advantage-estimator .*:fails: raised KeyError: 'gold' .test_advantages.py:"),
         ("exits", "^--advantage-estimator .*:exits: raised SystemExit: 0 "),
-        (
-            "waits",
-            "^--advantage-estimator .*:waits: it took longer than 0.2 s ",
-        ),
+        ("waits", "^--advantage-estimator .*:waits: it took longer than 0.2 s$"),
         ("words", "^--advantage-estimator .*:words: sample 0: could not convert"),
         ("numbers", "^--advantage-estimator .*:numbers: raised TypeError: .*has no len"),
     ],

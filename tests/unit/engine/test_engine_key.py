@@ -49,7 +49,11 @@ def test_a_key_travels_by_the_environment_and_not_by_the_command_line(tmp_path, 
 def test_the_process_of_a_server_adds_the_flag_and_hides_it_in_its_log(monkeypatch, caplog):
     started, methods = [], []
     # as in SGLang, which asks for spawn: without CUDA it gets forks
-    monkeypatch.setattr(multiprocessing, "set_start_method", lambda *words: methods.append(words))
+    monkeypatch.setattr(
+        multiprocessing,
+        "set_start_method",
+        lambda method, force=False: methods.append((method, force)),
+    )
 
     def run_module(name, run_name, alter_sys):
         multiprocessing.set_start_method("spawn", force=True)

@@ -58,7 +58,7 @@ def test_a_bare_name_and_two_numbers_are_enough():
 
 def test_a_topology_that_the_recipe_cannot_have_is_named_and_others_are_found():
     output = run("qwen3_30b_a3b", "--gpus", 4, "--gpu-memory-gb", 80, "--lora-rank", 32)
-    assert "this recipe's topology: world size 4 does not divide by" in output
+    assert "this recipe's topology: world size 4 is not a multiple of" in output
     assert "1.69 billion of adapters" in output and "this recipe " not in output
     assert "  fits  TP4 EP4 " in output
 
@@ -82,7 +82,7 @@ def test_mistakes_are_wrong_usage(tmp_path):
     assert "model_type 'foo' was not verified" in output
     # of no topology
     output = run("qwen3_30b_a3b", "--gpus", 8, "--global-batch-size", 100, code=2)
-    assert "does not divide by global_batch_size 100" in output
+    assert "is not a multiple of global_batch_size 100" in output
     refused = ("--hf-checkpoint", "models/Qwen3-Next-80B-A3B", "--lora-rank", 8)
     assert "lora" in run("qwen3_30b_a3b", "--gpus", 8, *refused, code=2)
 

@@ -142,9 +142,9 @@ def test_an_estimate_needs_no_weights_tokenizer_prompts_and_servers(tmp_path, mo
     for flags, said in (
         ((), "models/Qwen3-30B-A3B: no such checkpoint directory"),
         (("--estimate", "--lr", "-1"), "greater than or equal to 0"),
-        (("--estimate", "--global-batch-size", "100"), "does not divide by global_batch_size"),
+        (("--estimate", "--global-batch-size", "100"), "is not a multiple of global_batch_size"),
         (("--estimate", "--rm-type", "nothing"), "nothing"),
-        (("--estimate", "--pipeline-model-parallel-size", "5"), "does not divide by"),
+        (("--estimate", "--pipeline-model-parallel-size", "5"), "is not a multiple of"),
         (("--estimate", "--hf-checkpoint", "models/x"), "models/x/config.json: no such file"),
         (("--estimate", "--hf-checkpoint", "models/gpt-oss-20b", *split), "experts have biases"),
     ):
@@ -224,10 +224,11 @@ def test_a_nodes_first_rank_alone_reads_the_data(tiny, tmp_path, monkeypatch):
     job = preflight(config, 2, for_node=False)
     assert job.prompts == [] and resume_point(job).start_rollout_id == 3 and run_facts(job) == {}
     job.close()
-    number = {"RANK": "3", "LOCAL_RANK": "1"}
-    other = start(tiny, "--dry-run", world_size=4, environment=number)
-    assert other.exit_code == 0, other.output
-    first = start(tiny, "--dry-run", world_size=4, environment=number | {"LOCAL_RANK": "0"})
+    number = {"RANK": "2", "LOCAL_RANK": "1"}
+    monkeypatch.setattr("r3train.launch.train.run", lambda *_: 7)
+    other = start(tiny, world_size=4, environment=number)
+    assert other.exit_code == 7, other.output
+    first = start(tiny, world_size=4, environment=number | {"LOCAL_RANK": "0"})
     assert isinstance(first.exception, ZeroDivisionError)
 
 
