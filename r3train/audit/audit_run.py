@@ -177,7 +177,7 @@ class _RunAudit:
             key = (line.attempt, line.step)
             if key in self._place_of:
                 text = f"a second verdict of step {line.step} by the same start"
-                raise EvidenceError(f"{STEPS_FILE} line {number}: {text}")
+                raise EvidenceError(f"{STEPS_FILE}:{number}: {text}")
             self._place_of[key] = self._latest[line.step] = number
             self._interval[line.step] = line.check_interval
             self._world_size = max(self._world_size, line.world_size)

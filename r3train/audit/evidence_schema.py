@@ -140,7 +140,7 @@ def read_lines(
                 elif compressed:
                     raise ValueError("the part ends within it")
     except (ValueError, RecursionError) as error:
-        raise EvidenceError(f"{path.name} line {number}: {error}") from None
+        raise EvidenceError(f"{path.name}:{number}: {error}") from None
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error
         raise EvidenceError(f"{path.name}: cannot be read: {reason}") from None

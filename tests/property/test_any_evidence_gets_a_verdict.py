@@ -124,7 +124,7 @@ def test_an_odd_value_in_any_field_of_any_record_gets_a_verdict(good, new):
             continue  # it may be of the right kind, and fail for what it says
         if path[-1] == "attempt" or path[0] in ("expected_calls", "counts", "agreement"):
             continue
-        where = f"{name} line {at + 1}: "
+        where = f"{name}:{at + 1}: "
         assert any(f["what"].startswith(where) for f in audit["findings"]), (
             path,
             audit["findings"],

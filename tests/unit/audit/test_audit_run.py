@@ -176,7 +176,7 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "a second verdict": (
         lines(STEPS, lambda all_lines: [*all_lines, all_lines[0]]),
         "covered",
-        "the run: steps.jsonl line 4: a second verdict of step 0 by the same start",
+        "the run: steps.jsonl:4: a second verdict of step 0 by the same start",
     ),
     # samples that were rechecked
     "a comparison": (
@@ -244,7 +244,7 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "metrics of no step": (
         text_of(METRICS, '{"loss": 1}'),
         "covered",
-        "the run: metrics.jsonl line 2: Object missing required field `step`",
+        "the run: metrics.jsonl:2: Object missing required field `step`",
     ),
     "a link": (
         lambda run: [(run / RANK_1).unlink(), (run / RANK_1).symlink_to("rank_00000.jsonl")],

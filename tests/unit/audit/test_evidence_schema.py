@@ -107,7 +107,7 @@ def test_a_line_that_no_run_writes_is_refused_with_its_file_and_number(
     path.write_text("\n".join([first, text, *others]))
     with pytest.raises(EvidenceError) as refused:
         list(read_lines(path, DECODERS[file]))
-    assert str(refused.value).startswith(f"{path.name} line 2: ") and message in str(refused.value)
+    assert str(refused.value).startswith(f"{path.name}:2: ") and message in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_a_last_line_that_a_writer_is_at_is_left_out_and_none_of_a_part(run, tmp
     assert len(list(read_lines(path, RECORDS))) == content.count(b"\n") - 1
     part = tmp_path / "rank_00001.00001.steps_0-2.jsonl.gz"
     part.write_bytes(gzip.compress(content[:-9]))
-    with pytest.raises(EvidenceError, match="line 18: the part ends within it"):
+    with pytest.raises(EvidenceError, match=":18: the part ends within it"):
         list(read_lines(part, RECORDS))
 
 
