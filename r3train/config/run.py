@@ -173,7 +173,7 @@ class RunConfig(Section):
         return at_interval or weight_version == self.rollout.num_rollout
 
     @property
-    def eval_places(self) -> int:
+    def eval_slots(self) -> int:
         """eval_max_concurrency with its default resolved."""
         return self.eval.eval_max_concurrency or max(1, self.rollout.max_concurrency // 2)
 

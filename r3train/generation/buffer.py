@@ -93,7 +93,7 @@ class GroupBuffer:
         self.next_rollout = start_rollout
         self.next_group = start_rollout * rollout.rollout_batch_size
         self.outcomes: Counter[str] = Counter()
-        self._groups: dict[int, Group] = {}  # in flight and complete, in order of group id
+        self._groups: dict[int, Group] = {}  # in flight and complete, in no order
         self._again: deque[Group] = deque()  # to be generated again, before new prompts
         self._log: list[Outcome] = []
         self._dropped_in_row = 0
@@ -208,7 +208,7 @@ class GroupBuffer:
     def _candidates(self) -> list[Group]:
         """The groups that the next step would train; fewer than a batch while it must wait."""
         batch = self._rollout.rollout_batch_size
-        # the next prompts, whichever is complete first
+        # without oversampling the lowest group ids, however late they complete; with it the oldest first
         if self._rollout.groups_per_rollout == batch:
             first = [self._groups[g] for g in sorted(self._groups)[:batch]]
             return [group for group in first if group.complete]

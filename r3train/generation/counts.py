@@ -17,14 +17,14 @@ class Counts:
     retracted_answers: int = 0  # by a server, kept or not
     recheck_tokens: int = 0  # of texts that servers rechecked
     waiting_s: float = 0.0  # time that the training thread waited for batches
-    in_flight: int = 0  # places taken, each for one rollout's requests
+    in_flight: int = 0  # slots taken, each by one rollout's call
     idle_s: float = 0.0  # time with nothing in flight
 
     def __post_init__(self) -> None:
         self._began = self._changed = time.monotonic()
 
     def change_in_flight(self, change: int) -> None:
-        """Note that a rollout takes a place (1), or gives it back (-1)."""
+        """Note that a rollout takes a slot (1), or gives it back (-1)."""
         now = time.monotonic()
         if self.in_flight == 0:
             self.idle_s += now - self._changed

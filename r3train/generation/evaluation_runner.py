@@ -60,7 +60,7 @@ class EvaluationRunner:
     async def _slot(self, share: asyncio.Semaphore) -> AsyncIterator[None]:
         """Hold a slot for an answer, as many at once as the evaluation's ``share`` has."""
         async with share:
-            await self._slots.free_slot_for_evaluation()
+            await self._slots.wait_for_evaluation_slot()
             with self._slots.evaluating():
                 yield
 

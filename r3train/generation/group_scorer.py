@@ -42,11 +42,12 @@ class GroupScorer:
         if self.score_group is None:
             rewards = [own if own is not None else await self.score(s) for s in samples]
             return {place: list(map(scored, samples, rewards))}
-        (group.unscored[place],) = samples
+        assert own is None and len(samples) == 1, "environments have rewards of their own"
+        group.unscored[place] = samples[0]
         if len(group.unscored) + len(group.samples) < size:
             return {}
         # also samples that an earlier run has scored
-        earlier = {place: before[0][0] for place, before in group.samples.items()}
+        earlier = {other: before[0][0] for other, before in group.samples.items()}
         whole = dict(sorted((earlier | group.unscored).items()))
         rewards = await self.score_group(list(whole.values()))
         places = {p: [scored(s, reward)] for (p, s), reward in zip(whole.items(), rewards)}

@@ -9,7 +9,7 @@ training thread posts calls into the loop and waits for their results.
         |  tick: engines alive?         finished samples -> score -> buffer
         <----- groups of n -----   enough complete groups
     quiesced():    -- posted -->   pause: drain, freeze or abort what is in flight
-        publish weights            (nothing is sent)
+        publish weights            (no new rollout, no resumed answer)
         set_version(n + 1)  -->    go on
 
 The parts, which share one event loop and one ``Shared``:
@@ -64,11 +64,11 @@ class Producer:
     ``make_backend`` is called once, in the loop.  ``prompt_for(g)`` gives the prompt of group g.
     ``check_alive`` raises when an engine process has ended.  ``on_outcome`` is called with the
     outcome of each prompt.  ``state`` is an earlier run's ``snapshot``.  ``audit_share`` is the share of
-    the samples that the servers recheck (see ``rechecked``).  ``eval_places`` bounds the requests of an
+    the samples that the servers recheck (see ``rechecked``).  ``eval_slots`` bounds the answers of an
     evaluation while rollouts are left to generate.  Rollouts run from ``start_rollout`` (also the first
     weight version) up to, not including, ``num_rollout``.
 
-    A failure anywhere in the producer is raised by every later call that waits.  It does not cancel
+    A failure anywhere in the producer is raised once a call would have to wait.  It does not cancel
     requests in flight, so ``snapshot`` still finds the samples that were complete.
     """
 
@@ -84,7 +84,7 @@ class Producer:
     on_outcome: Callable[[Outcome], None] = lambda outcome: None
     state: InitVar[ProducerState | None] = None
     audit_share: float = 0.0
-    eval_places: int = 1
+    eval_slots: int = 1
 
     def __post_init__(self, state: ProducerState | None) -> None:
         rollout, asking = self.rollout, self.asking
@@ -117,7 +117,7 @@ class Producer:
         """Wait until enough groups are complete; return one rollout's, in order of group id.
 
         ``on_wait(stats)`` is called about five times per second meanwhile.  Raises the producer's
-        own failure, or EngineDied, at once.
+        own failure, or EngineDied, once it would have to wait.
         """
         while True:
             self._wait(self._batch_ready(rollout_id), on_wait)
@@ -156,7 +156,8 @@ class Producer:
     def snapshot(self) -> ProducerState:
         """Return the groups that are neither trained nor dropped, for a later run's ``state``.
 
-        Waits a limited time for samples that lack only their reward.
+        Waits a limited time for samples that lack only their reward.  Samples that wait for the rest of their
+        group's (``score_group``) are generated again.
         """
         return self._call(self._snapshot())
 
@@ -284,7 +285,7 @@ class Producer:
 
     async def _begin_evaluation(self, sets: Sequence[EvalSet]) -> None:
         over = self._scheduler.is_over
-        self._evaluation.begin(sets, self.rollout.max_concurrency if over else self.eval_places)
+        self._evaluation.begin(sets, self.rollout.max_concurrency if over else self.eval_slots)
 
     async def _set_version(self, version: int) -> None:
         shared = self._shared

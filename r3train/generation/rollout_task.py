@@ -153,9 +153,9 @@ class _Call:
                 asking.sampling,
                 limit=limit,
                 weight_version=version,
-                exact_version=not gate.freezes,
+                exact_version=not gate.mode_freezes,
             )
-            if gate.freezes and not sample.loss_mask.any():
+            if gate.mode_freezes and not sample.loss_mask.any():
                 self._parts.rechecking.sent(self._task.group, self._task.place, request)
             goes_on, began = False, time.monotonic()
             try:
@@ -190,7 +190,7 @@ class _Call:
     async def _wait_for_slot(self) -> None:
         slots, gate = self._parts.slots, self._parts.gate
         if not self._has_slot:
-            await slots.free_slot(lambda: gate.open)
+            await slots.wait_for_free_slot(lambda: gate.open)
             self._has_slot = True
             slots.take()
         if self._retracted:

@@ -43,7 +43,7 @@ class Scheduler:
 
     def send(self) -> None:
         """Send all rollouts that may be sent."""
-        while (rollout := self._next()) is not None:
+        while (rollout := self._next_unsent()) is not None:
             rollout.reserve_slot()
             name = f"sample {rollout.sample_id} of prompt {rollout.group.prompt.prompt_id}"
             task = self._shared.loop.create_task(self._one(rollout), name=name)
@@ -85,13 +85,12 @@ class Scheduler:
         for outcome in self.buffer.drain_log():
             self._on_outcome(outcome)
 
-    def _next(self) -> RolloutTask | None:
-        """The next rollout to send; None while it must wait.
-
-        A resumed rollout comes before a new one, and so does one that was retracted.
-        """
+    def _next_unsent(self) -> RolloutTask | None:
+        """The next rollout that was never sent; None while it must wait."""
         parts = self._parts
-        if not (self._shared.sends and parts.gate.open and parts.slots.for_new_rollouts):
+        if not (
+            self._shared.sends_new_rollouts and parts.gate.open and parts.slots.for_new_rollouts
+        ):
             return None
         while self._unsent or self._submit_group():
             rollout = self._unsent.popleft()

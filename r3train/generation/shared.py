@@ -28,8 +28,8 @@ class Shared:
         self._changed = loop.create_future()  # done and replaced at every change
 
     @property
-    def sends(self) -> bool:
-        """True while new requests may be sent at all."""
+    def sends_new_rollouts(self) -> bool:
+        """True while new rollouts may be sent at all; calls that hold a slot go on."""
         return self.failure is None and not self.closing and self.backend is not None
 
     def changed(self) -> None:

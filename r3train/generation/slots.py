@@ -1,4 +1,8 @@
-"""Slots: how many requests may be in flight, of rollouts and of an evaluation together."""
+"""Slots: how many calls of rollouts and answers of an evaluation may be under way together.
+
+A rollout takes its slot before the first call's request and gives it back at the end of the call's answer; an
+answer of an evaluation keeps its slot for its whole episode.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +32,7 @@ class Slots:
 
     @property
     def for_new_rollouts(self) -> bool:
-        """True if a rollout that was never sent may take a slot."""
+        """True if a rollout that was never sent may take a slot: after resumed and retracted ones."""
         return not self._short_of_memory and self._waiting < self._free
 
     @property
@@ -44,8 +48,8 @@ class Slots:
         self._shared.counts.change_in_flight(-1)
         self._shared.changed()
 
-    async def free_slot(self, may_go_on: Callable[[], bool]) -> None:
-        """Wait for a free slot, ahead of new rollouts, and until ``may_go_on``."""
+    async def wait_for_free_slot(self, may_go_on: Callable[[], bool]) -> None:
+        """Wait for a free slot, ahead of new rollouts, and until ``may_go_on``; take it before the next await."""
         self._waiting += 1
         try:
             await self._shared.until(lambda: may_go_on() and self._free > 0, though_failed=True)
@@ -62,12 +66,12 @@ class Slots:
             self._evaluating -= 1
             self._shared.changed()
 
-    async def free_slot_for_evaluation(self) -> None:
+    async def wait_for_evaluation_slot(self) -> None:
         """Wait for a free slot, and until no retracted rollout waits for the servers' memory."""
-        await self.free_slot(lambda: not self._short_of_memory)
+        await self.wait_for_free_slot(lambda: not self._short_of_memory)
 
     async def memory_for_retracted(self, may_go_on: Callable[[], bool]) -> None:
-        """Wait until half of the slots are free; nothing new is sent meanwhile.
+        """Wait until fewer than half of the slots are busy, without those that wait here; no new rollout is sent meanwhile.
 
         A server retracts the request with the fewest tokens first.  If a retracted request were sent
         again among as many others, it would have the fewest once more (seen 42 times in a row).  After

@@ -18,8 +18,10 @@ _ABORT_EVERY_S = 0.3
 class UpdateGate:
     """Closes for a weight update, in the way that ``pause_generation_mode`` says.
 
-    frozen: the servers were told to pause.  aborting: requests are aborted by an update, to be resumed
-    after it.  freezes: a frozen request continues under a newer version.
+    mode_freezes: the mode is ``in_place`` or ``retract`` (servers keep their requests, with their KV cache or
+    without; a server that is short of memory retracts one too): a request goes on under a newer version.
+    frozen: the servers are told to pause now.  aborting: requests are aborted by an update, to be resumed
+    after it.
     """
 
     def __init__(
@@ -35,10 +37,12 @@ class UpdateGate:
         self._slots = slots
         self._evaluation = evaluation
         self._rechecking = rechecking
-        self.freezes = self._mode in ("in_place", "retract")
+        self.mode_freezes = self._mode in ("in_place", "retract")
         self.frozen = False
         self.aborting = False
-        self._updates = 0  # under way: nothing is sent
+        self._updates = (
+            0  # under way, or failed until ``reopen_for_new_servers``: no new rollout is sent
+        )
 
     @property
     def open(self) -> bool:
@@ -61,7 +65,7 @@ class UpdateGate:
         expire()
         await shared.until(lambda: shared.backend is not None)
         shared.raise_failure()
-        if self.freezes:
+        if self.mode_freezes:
             await self.end_rechecks()
             self.frozen = True
             await shared.backend.pause_generation(self._mode)

@@ -371,7 +371,7 @@ class Engines(RolloutFleet):
             on_outcome=self._group_ended,
             state=self._kept_buffer(),
             audit_share=job.config.audit_share,
-            eval_places=job.config.eval_places,
+            eval_slots=job.config.eval_slots,
             scorer=GroupScorer(
                 score=job.reward,
                 score_group=job.reward.group if job.reward.takes_groups else None,

@@ -143,5 +143,5 @@ def test_adapters_are_served_by_servers_that_are_asked_to():
 def test_evaluations_have_half_of_the_places_of_rollouts():
     run = config()
     half = run.rollout.max_concurrency // 2
-    assert half > 1 and run.eval_places == half
-    assert config(eval_max_concurrency=7).eval_places == 7
+    assert half > 1 and run.eval_slots == half
+    assert config(eval_max_concurrency=7).eval_slots == 7

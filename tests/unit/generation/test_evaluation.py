@@ -64,14 +64,14 @@ class Engine(SimulatedEngine):
         return [r for r in self.requests if r.sample_id >= EVAL_IDS]
 
 
-def producer_of(engine, eval_places=2, **settings):
+def producer_of(engine, eval_slots=2, **settings):
     settings = {"rollout_max_concurrency": 6, "rollout_batch_size": 3, **settings}
     return Producer(
         rollout_section(**settings),
         lambda: engine,
         prompt_for,
         Asking(SamplingParams(4)),
-        eval_places=eval_places,
+        eval_slots=eval_slots,
     )
 
 
@@ -174,7 +174,7 @@ def test_an_answer_of_another_version_fails_the_set_alone():
 @pytest.mark.parametrize("places", [1, 2, 5])
 def test_an_evaluation_takes_its_share_of_the_places_and_generation_the_rest(places):
     engine = Engine(tick_s=0.002)
-    with producer_of(engine, eval_places=places, max_weight_staleness=3) as producer:
+    with producer_of(engine, eval_slots=places, max_weight_staleness=3) as producer:
         producer.begin_evaluation([eval_set("a", 10), eval_set("b", 10)])
         producer.await_evaluation()
         assert engine.most_evaluated == places
@@ -219,7 +219,7 @@ def test_an_error_of_one_set_leaves_the_other_and_the_rollout():
 def test_an_evaluation_that_is_given_up_ends_its_requests_and_keeps_the_sets_that_are_complete():
     engine = Engine(slow=lambda i: 2000 if engine.slow_ids and i in engine.slow_ids else 1)
     engine.slow_ids = set()
-    with producer_of(engine, eval_places=6) as producer:
+    with producer_of(engine, eval_slots=6) as producer:
         producer.begin_evaluation([eval_set("quick")])
         producer.await_evaluation()
         engine.slow_ids = set(sorted(r.sample_id for r in engine.of_evaluations)[:3])
