@@ -8,8 +8,8 @@
                                |         | slices    |           | whole tensors, drained by all
     other ranks            | wait   | receive    | train n | send weights | wait     | ...
 
-Rank 0 waits for the groups of a rollout.  The other ranks wait for rank 0: every arrow between the
-two lines is a collective, and all ranks make them in the same order.  Generation waits in two cases
+Rank 0 waits for the groups of a rollout.  The other ranks wait for rank 0: every arrow between ranks is a
+call that all ranks make, in the same order (``rank_zero_alone`` is one too).  Generation waits in two cases
 only: during a weight update (as --pause-generation-mode says), and when its buffer is full because
 newer groups would be too stale (--max-weight-staleness).  Training waits for no group beyond those
 of its own rollout.
@@ -120,7 +120,7 @@ class AsyncLoop:
             if taken is None:  # told to stop while waiting
                 self._end_evaluation()
                 self._turns.end()
-                run_state.stopped(rollout_id)
+                run_state.save_stopped(rollout_id)
                 return rollout_id
             with clock.phase("train"):
                 trained, verdict, metrics = self._train(rollout_id, taken)
@@ -130,11 +130,11 @@ class AsyncLoop:
                 )
             with clock.phase("eval_wait"):
                 self._end_evaluation()
-            stopping, is_last = run_state.stopping(), rollout_id + 1 == num_rollout
+            stopping, is_last = run_state.agree_on_stop(), rollout_id + 1 == num_rollout
             update = self._hand_over(rollout_id + 1, clock, stopping=stopping, is_last=is_last)
             self._report(rollout_id, {**metrics, **update, **self._step_metrics(clock, taken)})
             if stopping and not is_last:
-                run_state.stopped(rollout_id + 1)
+                run_state.save_stopped(rollout_id + 1)
                 return rollout_id + 1
         if num_rollout > start_rollout_id:
             self._save_the_last(num_rollout, evaluates=not stopping)
@@ -151,8 +151,8 @@ class AsyncLoop:
             self._update.publish(rollout_id)
         if self.rank_zero is not None:
             self._source = self.run_state.watch(self.rank_zero.engines.start_producer())
-            self._intake.generates(self._source)
-            self._update.generates(self._source)
+            self._intake.set_source(self._source)
+            self._update.set_source(self._source)
         self._begin_evaluation(rollout_id, at_start=True)
 
     def _train(
@@ -166,7 +166,7 @@ class AsyncLoop:
             self.rank_zero.display.train_update("training")
         trained = train_rollout(rollout_id, taken, self.config, self.actor, self._topologies)
         metrics, verdict = {**taken.metrics, **trained.metrics}, None
-        if not trained.weights_moved:
+        if not trained.first_step_done:
             return trained, None, metrics
         if checked:
             verdict = self._proof.judge(rollout_id, taken.prepared, self._source)
@@ -201,7 +201,10 @@ class AsyncLoop:
         return metrics
 
     def _save_the_last(self, weight_version: int, *, evaluates: bool) -> None:
-        """Save the run's last weights, and begin their evaluation, which cannot spoil the save then."""
+        """Save the run's last weights, and begin their evaluation, which cannot spoil the save then.
+
+        With --colocate the weights are saved already, and only the buffer is written anew.
+        """
         self.run_state.save_last(weight_version)
         if evaluates and self.config.eval_due(weight_version):
             if not self.config.trainer.check_weight_update_equal:

@@ -108,7 +108,7 @@ class Colocated(Disaggregated):
     def serve(self, send: Callable[[], Sent]) -> Sent:
         """Swap turns around ``send``.
 
-        The actor's weights leave the device after the last tensor, and the KV cache follows them.  For
+        The actor's weights leave the device after the last tensor, and then the servers' KV cache comes back.  For
         --check-weight-update-equal they stay until that check has ended.
         """
         failure: BaseException | None = None
@@ -140,7 +140,7 @@ class Colocated(Disaggregated):
 
     def replace_servers(self) -> None:
         """Move the actor away: a new server takes all of its memory at its start."""
-        self._quiet.pop_all()
+        self._quiet.pop_all()  # not left: the servers that it would resume have ended
         self._memory.hold()
         host_barrier()
 

@@ -1,4 +1,4 @@
-"""Take a rollout: rank 0 waits for its groups, scores and packs them, and every rank gets its slices."""
+"""Take a rollout: rank 0 waits for its groups, prepares and packs them, and every rank gets its slices."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from r3train.config.hf_facts import HfModelFacts
 from r3train.host_group import rank_zero_alone
 from r3train.loop.distribute import broadcast_json
 from r3train.loop.fleet import RankZero
-from r3train.loop.prepare import Plant, Prepared, prepare
+from r3train.loop.prepare import Plant, Prepared, prepare, train_samples
 from r3train.loop.replay_source import RolloutSource
 from r3train.loop.route_transport import Routes
 from r3train.loop.run_state import RunState
@@ -54,7 +54,7 @@ class Intake:
         self._source: RolloutSource | None = None
         self._source_stats: dict[str, Any] = {}
 
-    def generates(self, source: RolloutSource) -> None:
+    def set_source(self, source: RolloutSource) -> None:
         """Rank 0: from now on rollouts come from ``source``."""
         self._source = source
 
@@ -78,7 +78,7 @@ class Intake:
         plan = broadcast_json(plan)
         if "failed" in plan:
             turns.end()
-            self.run_state.failed(rollout_id, plan["failed"], plan["what"])
+            self.run_state.save_failed(rollout_id, plan["failed"], plan["what"])
             raise recovery.fatal or RuntimeError(f"rank 0 has no rollout: {plan['failed']}")
         counts = plan["microbatches"]
         if counts is None:
@@ -92,14 +92,14 @@ class Intake:
         Returns (plan, prepared, metrics); plan: microbatches of each optimizer step, None for a stop; or
         the error that all ranks end with, after a checkpoint.  Raises ``recovery.caught``.
         """
-        recovery, what = self.update.recovery, "generation failed"
+        recovery, taken = self.update.recovery, False
         try:
             if recovery.fatal is not None:
                 raise recovery.fatal
             batch_size = self.config.rollout.rollout_batch_size
             groups = self.rank_zero.next_groups(self._source, rollout_id, batch_size)
             self.update.turns.servers_offload(self._source)
-            what = "a rollout could not be scored"
+            taken = True
             prepared, metrics = self._prepare(rollout_id, groups)
             return {"microbatches": prepared.counts}, prepared, metrics
         except StopRequested:
@@ -107,18 +107,22 @@ class Intake:
         except recovery.caught:
             raise
         except Exception as error:  # noqa: BLE001 - raised when the checkpoint is written
-            if what == "a rollout could not be scored":
+            if taken:  # servers_offload puts back by itself
                 self._source.put_back()
             recovery.fatal = error
+            what = "a rollout could not be scored" if taken else "generation failed"
             return {"failed": str(error), "what": what}, None, {}
 
     def _prepare(
         self, rollout_id: int, groups: list[list[Scored]]
     ) -> tuple[Prepared, dict[str, Any]]:
-        """Rank 0: score the rollout, distribute it over the ranks and pack it."""
+        """Rank 0: give the rollout's tokens their advantages, distribute it over the ranks and pack it."""
         before, self._source_stats = self._source_stats, self._source.stats()
-        samples, metrics = report_rollout(
-            rollout_id, groups, self.config, self.rank_zero.metrics, self._source_stats, before
+        most = self.config.rollout.rollout_max_response_len
+        samples, groups_stats = train_samples(groups, self.config.algorithm, most)
+        writer, stats = self.rank_zero.metrics, self._source_stats
+        metrics = report_rollout(
+            rollout_id, samples, groups_stats, self.config, writer, stats, before
         )
         prepared = prepare(
             rollout_id,

@@ -16,7 +16,7 @@ from r3train.user_code import UserCodeFailed
 
 @dataclass(frozen=True)
 class Policy:
-    """The steps before the error of an outcome is raised.
+    """The acts of the ranks before the error of an outcome is raised.
 
     reports: the step's metrics are written.  counts: the rollout counts as trained: its prompts are
     logged, its bad steps counted.  resumes_after: a checkpoint is saved that resumes so many rollouts
@@ -75,15 +75,15 @@ def settle(
     if policy.resumes_after == 0:
         run_state.put_back()
     if policy.resumes_after is not None:
-        run_state.failed(rollout_id + policy.resumes_after, str(error), policy.what)
+        run_state.save_failed(rollout_id + policy.resumes_after, str(error), policy.what)
     if verdict is None and outcome in ("replay", "threshold"):
-        host_barrier()  # rank 0 ends the job with its verdict; whoever left before it would hide that
+        host_barrier()  # ranks other than 0 wait: rank 0 ends the job with its verdict, and would be hidden
     raise error
 
 
 def _errors(trained: Trained, verdict: StepVerdict | None) -> dict[str, Exception]:
     """Return the errors of training and of the proof by outcome, on all ranks; one broadcast."""
-    if trained.loss_error and not trained.weights_moved:
+    if trained.loss_error and not trained.first_step_done:
         return {"untrained": UserCodeFailed(trained.loss_error)}
     failed, error = broadcast_json(verdict.failed_claim() if verdict is not None else ["", ""])
     errors: dict[str, Exception] = {failed: AssertionError(error)} if failed else {}
@@ -95,7 +95,7 @@ def _errors(trained: Trained, verdict: StepVerdict | None) -> dict[str, Exceptio
 def _count(rollout_id: int, trained: Trained, run_state: RunState) -> dict[str, Exception]:
     """Count the rollout as trained; return what the counts end the run for."""
     found = {
-        "not finite": run_state.trained(rollout_id, trained.skipped_steps),
+        "not finite": run_state.count_trained(rollout_id, trained.skipped_steps),
         "nothing trained": run_state.learned_nothing(rollout_id, trained.low_ess_steps),
     }
     return {name: error for name, error in found.items() if error is not None}

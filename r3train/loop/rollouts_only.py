@@ -9,6 +9,7 @@ from r3train.config import RunConfig
 from r3train.loop.run_state import WatchedSource
 from r3train.loop.fleet import RankZero
 from r3train.loop.replay_source import dump_rollout
+from r3train.loop.prepare import train_samples
 from r3train.loop.step_metrics import report_rollout
 from r3train.loop.stop import StopRequested, StopSignal
 
@@ -30,7 +31,10 @@ def generate_only(config: RunConfig, run_dir: Path, rank_zero: RankZero, stop: S
             display.note(f"stopped by {request} after {rollout_id} rollouts")
             return
         before, counts = counts, source.stats()
-        _, metrics = report_rollout(rollout_id, groups, config, rank_zero.metrics, counts, before)
+        samples, stats = train_samples(groups, config.algorithm, rollout.rollout_max_response_len)
+        metrics = report_rollout(
+            rollout_id, samples, stats, config, rank_zero.metrics, counts, before
+        )
         step_s = time.monotonic() - began
         metrics |= rank_zero.engines.fault_counts()
         metrics |= {

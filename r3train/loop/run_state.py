@@ -86,7 +86,7 @@ class RunState:
         if self._source is not None:
             self._source.put_back()
 
-    def trained(self, rollout_id: int, skipped: int) -> FloatingPointError | None:
+    def count_trained(self, rollout_id: int, skipped: int) -> FloatingPointError | None:
         """Record a trained rollout, of which ``skipped`` optimizer steps were not finite.
 
         Returns the error that ends the run after max_bad_steps bad rollouts in a row, else None.
@@ -139,7 +139,7 @@ class RunState:
                 " what it read, and its checkpoints will refuse to resume with the new content"
             )
 
-    def stopping(self) -> bool:
+    def agree_on_stop(self) -> bool:
         """True once the run was told to stop; a collective."""
         return self.stop.agreed()
 
@@ -183,7 +183,9 @@ class RunState:
         if self.checkpointer is not None:
             self.checkpointer.finish()
 
-    def failed(self, next_rollout_id: int, cause: str, what: str = "generation failed") -> None:
+    def save_failed(
+        self, next_rollout_id: int, cause: str, what: str = "generation failed"
+    ) -> None:
         """Save and say why no further rollout will come; a collective.
 
         If the save fails too, its error is raised after the first cause has been shown.
@@ -196,7 +198,7 @@ class RunState:
         kept = "a checkpoint was saved" if self.checkpointer else "nothing was saved: no --save"
         self.note(f"{what} after {next_rollout_id} rollouts; {kept}: {cause}")
 
-    def stopped(self, next_rollout_id: int) -> None:
+    def save_stopped(self, next_rollout_id: int) -> None:
         """Save because the run was told to stop, and say so; a collective."""
         self.save_last(next_rollout_id)
         self.stop.saved = self.checkpointer is not None

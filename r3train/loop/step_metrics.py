@@ -12,30 +12,28 @@ import numpy as np
 from r3train.algo.corrections import age_metrics, is_age_sum
 from r3train.algo.reward_stats import GroupStats
 from r3train.config import RunConfig
-from r3train.loop.prepare import train_samples
 from r3train.observe.metrics import MetricsWriter
-from r3train.types import RolloutSample, Scored, TrainSample
+from r3train.types import RolloutSample, TrainSample
 
 
 def report_rollout(
     rollout_id: int,
-    groups: Sequence[Sequence[Scored]],
+    samples: Sequence[TrainSample],
+    groups: GroupStats,
     config: RunConfig,
     writer: MetricsWriter,
     counts: Mapping[str, Any],
     counts_before: Mapping[str, Any],
-) -> tuple[list[TrainSample], dict[str, Any]]:
-    """Give a rollout's tokens their advantages and write a few samples; returns all of them, and metrics.
+) -> dict[str, Any]:
+    """Write a few of a rollout's samples, and return its metrics.
 
     counts: the source's now, and at the rollout before.
     """
-    most = config.rollout.rollout_max_response_len
-    samples, stats = train_samples(groups, config.algorithm, most)
     writer.write_samples(rollout_id, samples_to_report(samples))
     turns = config.rollout.environment is not None
     keys = config.algorithm.reward_keys
-    metrics = rollout_metrics(rollout_id, stats, samples, turns=turns, reward_keys=keys)
-    return samples, metrics | source_metrics(counts, counts_before)
+    metrics = rollout_metrics(rollout_id, groups, samples, turns=turns, reward_keys=keys)
+    return metrics | source_metrics(counts, counts_before)
 
 
 def rollout_metrics(

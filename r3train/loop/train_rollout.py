@@ -28,15 +28,15 @@ class Trained:
     """The result of a rollout's training; the same on all ranks, but for ``metrics``.
 
     skipped_steps: optimizer steps whose loss or gradient was not finite; low_ess_steps: those that
-    --min-ess skipped; loss_error: of the user's loss or estimator, "" without one; weights_moved: False if it
-    failed before the first optimizer step.
+    --min-ess skipped; loss_error: of the user's loss or estimator, "" without one; first_step_done: False if it
+    failed in the first optimizer step or before.
     """
 
     metrics: dict[str, Any]
     skipped_steps: int = 0
     low_ess_steps: int = 0
     loss_error: str = ""
-    weights_moved: bool = True
+    first_step_done: bool = True
 
 
 def train_rollout(
@@ -69,7 +69,7 @@ def train_rollout(
                 steps, taken.prepared, old, ref, algorithm, topologies, rank
             )
         except UserCodeFailed as failed:  # of the user's estimator, on all ranks
-            return Trained(metrics, loss_error=str(failed), weights_moved=False)
+            return Trained(metrics, loss_error=str(failed), first_step_done=False)
         metrics.update(paid)
     reports, error = [], ""
     for i, step in enumerate(steps):
@@ -78,7 +78,7 @@ def train_rollout(
         if reports[-1]["skipped_steps"] and not error:
             error = next(chain.from_iterable(gather_json(actor.loss_errors)), "")
             if error and i == 0:
-                return Trained(metrics, loss_error=error, weights_moved=False)
+                return Trained(metrics, loss_error=error, first_step_done=False)
     if config.trainer.ci_test and rollout_id == 0:
         is_actor = not config.lora.lora_adapter_path
         replayed = algorithm.ref_routing == "replay"

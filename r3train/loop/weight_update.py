@@ -55,7 +55,7 @@ class WeightUpdate:
             config = self.config
             self._weight_index = WeightIndex(self.hf, config.model.dtype_name, config.lora)
 
-    def generates(self, source: RolloutSource) -> None:
+    def set_source(self, source: RolloutSource) -> None:
         """Rank 0: from now on ``source`` generates; updates let its requests end first."""
         self._source = source
 

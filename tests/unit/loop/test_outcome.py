@@ -27,14 +27,14 @@ class Recorded:
     def put_back(self):
         self.calls.append("put back")
 
-    def trained(self, rollout_id, skipped):
+    def count_trained(self, rollout_id, skipped):
         self.calls.append(f"counted {rollout_id}, {skipped} skipped")
         return self._bad
 
     def learned_nothing(self, rollout_id, low_ess_steps):
         return self._idle
 
-    def failed(self, next_rollout_id, cause, what):
+    def save_failed(self, next_rollout_id, cause, what):
         self.calls.append(f"saved for {next_rollout_id}: {what}: {cause}")
 
 
@@ -60,7 +60,7 @@ CASES = {
     "goes on": (Trained({}), PASSED, Recorded(), [COUNTED], None),
     "not checked": (Trained({}), None, Recorded(), [COUNTED], None),
     "untrained": (
-        Trained({}, loss_error="loss raised", weights_moved=False),
+        Trained({}, loss_error="loss raised", first_step_done=False),
         None,
         Recorded(),
         ["put back", "saved for 3: a rollout could not be trained: loss raised"],

@@ -132,11 +132,11 @@ def test_bad_steps_are_dumped_counted_and_end_the_run_only_in_a_row(tmp_path):
     path.write_text("one\n")
     run_state = run_state_of(tmp_path, path, told, config=config(max_bad_steps=2))
     run_state.watch(SimpleNamespace(next_batch=lambda step, on_wait: groups())).next_batch(0)
-    assert run_state.trained(0, 1) is None
+    assert run_state.count_trained(0, 1) is None
     assert (tmp_path / "bad_steps" / "rollout_0000000.safetensors").exists()
-    assert run_state.trained(1, 0) is None
-    assert run_state.trained(2, 1) is None
-    error = run_state.trained(3, 1)
+    assert run_state.count_trained(1, 0) is None
+    assert run_state.count_trained(2, 1) is None
+    error = run_state.count_trained(3, 1)
     assert isinstance(error, FloatingPointError) and "2 in a row" in str(error)
     dumped = ["bad_steps/rollout_" in line for line in told]
     assert dumped == [True] * 3, "of rollouts 0, 2 and 3"
@@ -237,11 +237,11 @@ def test_a_prompt_file_that_changes_under_the_run_is_told_of_once(tmp_path):
     path.write_text("one\n")
     run_state = run_state_of(tmp_path, path, told)
     run_state.watch(SimpleNamespace(next_batch=lambda step, on_wait: [groups()[0]])).next_batch(0)
-    run_state.trained(0, 0)
+    run_state.count_trained(0, 0)
     assert told == []
     path.write_text("one\ntwo\n")
-    run_state.trained(1, 0)
-    run_state.trained(2, 0)
+    run_state.count_trained(1, 0)
+    run_state.count_trained(2, 0)
     assert len(told) == 1 and "the prompt file has changed since the run began" in told[0]
 
 
@@ -253,7 +253,7 @@ def test_a_save_that_fails_after_generation_failed_does_not_hide_why_it_did(tmp_
     path, told = tmp_path / "data.jsonl", []
     path.write_text("one\n")
     with pytest.raises(OSError, match="No space left"):
-        run_state_of(tmp_path, path, told, FullDisk()).failed(7, "the server died")
+        run_state_of(tmp_path, path, told, FullDisk()).save_failed(7, "the server died")
     assert told == ["generation failed after 7 rollouts: the server died"]
 
 

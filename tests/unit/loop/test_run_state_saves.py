@@ -98,7 +98,7 @@ def test_a_stop_is_saved_in_full_before_it_counts_as_saved(
     if not saves:
         run_state.checkpointer = None
     run_state.stop = SimpleNamespace(received="SIGUSR1" if signal_here else None, saved=None)
-    run_state.stopped(5)
+    run_state.save_stopped(5)
     assert calls == ([("save", 5), "finish"] if saves else [])
     assert run_state.stop.saved is saves
     name = "SIGUSR1" if signal_here else "a signal to another rank"
@@ -112,7 +112,7 @@ def test_a_failure_says_whether_a_checkpoint_was_saved(run_state, told, saves):
     calls = run_state.checkpointer.calls
     if not saves:
         run_state.checkpointer = None
-    run_state.failed(5, "no room", "a rollout could not be scored")
+    run_state.save_failed(5, "no room", "a rollout could not be scored")
     assert calls == ([("save", 5), "finish"] if saves else [])
     kept = "a checkpoint was saved" if saves else "nothing was saved: no --save"
     assert told == [f"a rollout could not be scored after 5 rollouts; {kept}: no room"]
@@ -122,7 +122,7 @@ def test_a_run_that_learns_nothing_saves_after_its_last_rollout(run_state, tmp_p
     run_state.config = config(min_ess=0.5, max_bad_steps=1, max_weight_staleness=0)
     error = run_state.learned_nothing(7, run_state.config.steps_per_rollout)
     assert isinstance(error, RuntimeError) and "rollout 7: 1 rollouts in a row" in str(error)
-    run_state.failed(8, str(error), POLICIES["nothing trained"].what)
+    run_state.save_failed(8, str(error), POLICIES["nothing trained"].what)
     assert run_state.checkpointer.calls == [("save", 8), "finish"]
 
 
@@ -173,9 +173,9 @@ def test_skipped_steps_are_in_the_log_of_prompts_and_their_batch_has_its_routes(
     asked = []
     run_state.with_routes = lambda sample: asked.append(sample.sample_id) or sample
     run_state.watch(SimpleNamespace(next_batch=lambda step, on_wait: groups())).next_batch(0)
-    run_state.trained(0, 0)
+    run_state.count_trained(0, 0)
     assert asked == []
-    run_state.trained(1, 2)
+    run_state.count_trained(1, 2)
     assert sorted(asked) == [0, 1, 2, 3]
     lines = (tmp_path / prompt_log.FILE).read_text().splitlines()
     assert [json.loads(line)["skipped_steps"] for line in lines] == [0, 2]

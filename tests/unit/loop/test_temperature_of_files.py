@@ -142,7 +142,7 @@ def test_a_batch_of_a_bad_step_names_its_temperature(tmp_path):
     config = RunConfig.from_toml(RECIPE, {"rollout_temperature": 0.7})
     run_state = run_state_of(tmp_path, prompts, [], config=config)
     run_state.watch(SimpleNamespace(next_batch=lambda rollout_id, on_wait: groups())).next_batch(0)
-    run_state.trained(0, skipped=1)
+    run_state.count_trained(0, skipped=1)
     facts = read_facts(tmp_path / "bad_steps/rollout_0000000.safetensors")
     assert facts["rollout_temperature"] == 0.7
 

@@ -72,7 +72,7 @@ def test_a_server_lost_when_it_should_release_is_restarted_and_the_batch_waits_f
             settings.rollout, lambda: engine, prompt_for, Asking(SamplingParams(20))
         ) as producer:
             side.producer = producer
-            loop._intake.generates(producer)
+            loop._intake.set_source(producer)
             taken_now = loop._intake.take(0)
             stats = producer.stats()
     finally:
