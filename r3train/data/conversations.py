@@ -80,27 +80,9 @@ def load_conversations(
         if faults:
             overlong.append(faults[0])
             continue
-        samples.append(
-            RolloutSample(
-                sample_id=record.index,
-                group_id=record.index,
-                prompt=Prompt(
-                    prompt_id=prompt_id(file.path.name, record.index),
-                    index=record.index,
-                    text=text[: spans[0][0]],
-                    token_ids=token_ids[:prompt_len],
-                    label=None,
-                ),
-                token_ids=token_ids,
-                prompt_len=prompt_len,
-                loss_mask=mask,
-                rollout_log_probs=np.zeros(len(token_ids), dtype=np.float32),
-                routed_experts=None,
-                weight_versions=np.full(len(token_ids), -1, dtype=np.int32),
-                finish_reason="stop",
-                text=text[spans[0][0] :],
-            )
-        )
+        named = prompt_id(file.path.name, record.index)
+        texts = text[: spans[0][0]], text[spans[0][0] :]
+        samples.append(_sample(record.index, named, texts, token_ids, mask))
     if overlong:
         text = f"{len(overlong):,} of {len(overlong) + len(samples):,} conversations, which are too long"
         if not samples:
@@ -109,6 +91,32 @@ def load_conversations(
     if not samples:
         raise ValueError(f"{file.path}: holds no conversations")
     return samples
+
+
+def _sample(
+    index: int, prompt_id: str, texts: tuple[str, str], token_ids: np.ndarray, mask: np.ndarray
+) -> RolloutSample:
+    """Make a sample of a conversation; texts: of prompt and response, mask: bool[T], tokens to train."""
+    prompt_len = int(mask.argmax())
+    return RolloutSample(
+        sample_id=index,
+        group_id=index,
+        prompt=Prompt(
+            prompt_id=prompt_id,
+            index=index,
+            text=texts[0],
+            token_ids=token_ids[:prompt_len],
+            label=None,
+        ),
+        token_ids=token_ids,
+        prompt_len=prompt_len,
+        loss_mask=mask,
+        rollout_log_probs=np.zeros(len(token_ids), dtype=np.float32),
+        routed_experts=None,
+        weight_versions=np.full(len(token_ids), -1, dtype=np.int32),
+        finish_reason="stop",
+        text=texts[1],
+    )
 
 
 _RESPONSE = "rollout_max_response_len"

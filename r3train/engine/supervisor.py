@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from r3train.engine.backend import (
     EngineDied,
@@ -22,6 +21,7 @@ from r3train.engine.backend import (
     Segment,
 )
 from r3train.engine.server import SGLangServer
+from r3train.types import Rechecked, RecheckPart
 
 logger = logging.getLogger(__name__)
 
@@ -224,6 +224,33 @@ class ResubmittingBackend:
                     newest = max(request.weight_version, self._supervisor.version)
                     request = replace(request, weight_version=newest)
 
-    def __getattr__(self, name: str) -> Any:
-        """Pass every other call on to the inner backend."""
-        return getattr(self._inner, name)
+    @property
+    def num_servers(self) -> int:
+        """Servers of the inner backend."""
+        return self._inner.num_servers
+
+    async def recheck(
+        self, request: Request, part: RecheckPart, server: int | None = None
+    ) -> Rechecked:
+        """Compute the request's text again; a lost server's recheck is lost."""
+        return await self._inner.recheck(request, part, server)
+
+    async def score_twice(self, request: Request, server: int) -> tuple[Segment, Rechecked]:
+        """Sample tokens on a server, and compute them again there."""
+        return await self._inner.score_twice(request, server)
+
+    async def pause_generation(self, mode: str = "in_place") -> None:
+        """Pause the inner backend's servers."""
+        await self._inner.pause_generation(mode)
+
+    async def continue_generation(self) -> None:
+        """Let the inner backend's servers go on."""
+        await self._inner.continue_generation()
+
+    async def abort(self) -> None:
+        """Abort all requests of this job."""
+        await self._inner.abort()
+
+    async def aclose(self) -> None:
+        """Close the inner backend."""
+        await self._inner.aclose()

@@ -27,6 +27,7 @@ from r3train.cpu.torchvision_stub import declare_ops_for_imports
 if TYPE_CHECKING:
     from r3train.engine.server import SGLangServer
     from r3train.launch.job import Job
+    from r3train.launch.resume import ResumePoint
 
 PARENT = os.getppid()  # torchrun may be gone by the time that a rank asks to be told of its end
 
@@ -172,6 +173,16 @@ def stopping(config: RunConfig, name: str) -> str:
     return f"{name}: stopping after this rollout, {then}{again}"
 
 
+def _show_job(job: Job, run_dir: Path, resume: ResumePoint, display) -> None:
+    display.note(f"run directory: {run_dir}")
+    for warning in job.warnings:
+        display.note(str(warning), style="yellow")
+    for line in job.first_prompt:
+        display.note(line)
+    if resume.checkpoint is not None:
+        display.note(f"resuming from {resume.checkpoint} at rollout {resume.start_rollout_id}")
+
+
 def train(
     job: Job, device, rank: int, run_dir: Path, display, stop, parts: ExitStack, servers
 ) -> None:
@@ -207,13 +218,7 @@ def train(
     routes = build_routes(config, job.hf)
     parts.callback(routes.close)  # closed after the engines, whose requests may use it
     if rank == 0:
-        display.note(f"run directory: {run_dir}")
-        for warning in job.warnings:
-            display.note(str(warning), style="yellow")
-        for line in job.first_prompt:
-            display.note(line)
-        if resume.checkpoint is not None:
-            display.note(f"resuming from {resume.checkpoint} at rollout {resume.start_rollout_id}")
+        _show_job(job, run_dir, resume, display)
         engines = build_engines(job, run_dir, display, resume, routes, servers)
         parts.callback(engines.close)
     with display.phase("building the Megatron actor"):

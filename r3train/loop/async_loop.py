@@ -42,7 +42,7 @@ from r3train.loop.outcome import settle
 from r3train.loop.phase_clock import PhaseClock
 from r3train.loop.prepare import Plant
 from r3train.loop.recovery import Recovery
-from r3train.loop.replay_source import RolloutSource
+from r3train.loop.rollout_source import RolloutSource
 from r3train.loop.route_transport import planted_in_routes, Routes
 from r3train.loop.run_state import RunState
 from r3train.loop.stage_weight_sync import StageLeaderPublisher

@@ -15,7 +15,7 @@ from r3train.config import RunConfig
 from r3train.host_group import host_barrier, rank_zero_alone
 from r3train.loop.fleet import RolloutFleet
 from r3train.loop.recovery import Recovery
-from r3train.loop.replay_source import RolloutSource
+from r3train.loop.rollout_source import RolloutSource
 
 if TYPE_CHECKING:
     from r3train.trainer.megatron.actor import MegatronActor

@@ -12,7 +12,7 @@ from r3train.engine.publish import WeightPublisher
 from r3train.generation.eval_sets import EvalSet
 from r3train.hf_checkpoint import NamedTensors
 from r3train.loop.run_evaluations import Evaluations
-from r3train.loop.replay_source import RolloutSource
+from r3train.loop.rollout_source import RolloutSource
 from r3train.observe.console import RunDisplay
 from r3train.observe.metrics import MetricsWriter
 from r3train.types import Scored

@@ -12,7 +12,7 @@ from r3train.host_group import rank_zero_alone
 from r3train.loop.distribute import broadcast_json
 from r3train.loop.fleet import RankZero
 from r3train.loop.prepare import Plant, Prepared, prepare, train_samples
-from r3train.loop.replay_source import RolloutSource
+from r3train.loop.rollout_source import RolloutSource
 from r3train.loop.route_transport import Routes
 from r3train.loop.run_state import RunState
 from r3train.loop.step_metrics import report_rollout

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, KW_ONLY, replace
 from itertools import islice
 from pathlib import Path
@@ -16,8 +15,9 @@ from r3train.config.checkpoint_settings import CheckpointSection, rollout_path
 from r3train.data.order import MixedOrder, PromptOrder
 from r3train.data.sampled import flaw
 from r3train.generation.producer import OnWait
+from r3train.loop.rollout_source import ForwardedSource, RolloutSource
 from r3train.loop.rollout_file import TEMPERATURE, check_temperature, read_samples, write_samples
-from r3train.types import RecheckedRollout, RolloutSample, Scored
+from r3train.types import RolloutSample, Scored
 
 
 def dump_rollout(
@@ -85,45 +85,6 @@ class _OneTemperature:
             self.note(warning)
 
 
-class RolloutSource:
-    """Complete groups for training: a producer generates them, others read them from disk.
-
-    The methods with a body are those of a source without servers.
-    """
-
-    def next_batch(self, rollout_id: int, on_wait: OnWait | None = None) -> list[list[Scored]]:
-        """The groups of one rollout; ``on_wait`` gets ``stats`` while they are waited for."""
-        raise NotImplementedError
-
-    @contextmanager
-    def quiesced(self) -> Iterator[None]:
-        """Stop generation inside the context."""
-        yield
-
-    def set_version(self, version: int) -> None:
-        """Set the weight version that the servers hold."""
-
-    def put_back(self) -> None:
-        """Take back the last batch, because it was not trained."""
-
-    def snapshot(self) -> Any:
-        """The state that a restart needs; None where nothing is buffered."""
-        return None
-
-    def rechecked(self) -> RecheckedRollout | None:
-        """All that servers rechecked of the last batch; None where nothing was to be."""
-        return None
-
-    @property
-    def failure(self) -> BaseException | None:
-        """The first error of what runs in the background."""
-        return None
-
-    def stats(self) -> dict[str, Any]:
-        """The counts that a display asks for."""
-        return {"generated_tokens": 0, "buffered_groups": 0}
-
-
 @dataclass(eq=False)
 class DumpedRollouts(RolloutSource):
     """A RolloutSource that reads ``--dump-rollouts`` files; it has no server and no weights.
@@ -170,7 +131,7 @@ class DumpedRollouts(RolloutSource):
         return groups
 
 
-class InjectedRollouts:
+class InjectedRollouts(ForwardedSource):
     """A source whose rollouts are replaced by dumped ones that must be like them.
 
     The servers go on generating, so a wrong weight in them shows: with the same settings they draw the
@@ -187,7 +148,7 @@ class InjectedRollouts:
         note: Callable[[str], None] = lambda text: None,
     ) -> None:
         assert checkpoint.ci_inject_rollout_data_path is not None
-        self._source = source
+        super().__init__(source)
         self._directory = checkpoint.ci_inject_rollout_data_path
         self._start = checkpoint.ci_inject_rollout_data_start_rollout_id
         self._least = checkpoint.ci_inject_rollout_data_min_match_ratio
@@ -201,13 +162,13 @@ class InjectedRollouts:
         Raises ValueError naming the file where prompts or the temperature differ, answers differ too
         much, or routes are needed and missing; what was generated is put back then.
         """
-        generated = self._source.next_batch(rollout_id, on_wait)
+        generated = self._inner.next_batch(rollout_id, on_wait)
         if rollout_id < self._start:
             return generated
         try:
             return self._recorded(rollout_id, generated)
         except Exception:
-            self._source.put_back()
+            self._inner.put_back()
             raise
 
     def _recorded(self, rollout_id: int, generated: list[list[Scored]]) -> list[list[Scored]]:
@@ -240,11 +201,7 @@ class InjectedRollouts:
 
     def stats(self) -> dict[str, Any]:
         """The source's counts, and the match of the last rollout."""
-        return self._source.stats() | {"inject_match": self._match}
-
-    def __getattr__(self, name: str) -> Any:
-        """Pass everything else on to the source."""
-        return getattr(self._source, name)
+        return self._inner.stats() | {"inject_match": self._match}
 
 
 def _match(one: RolloutSample, other: RolloutSample) -> float:

@@ -17,6 +17,7 @@ from r3train.generation.producer import OnWait
 from r3train.host_group import require_ranks, stop_noted
 from r3train.loop import prompt_log
 from r3train.loop.replay_source import InjectedRollouts, dump_rollout
+from r3train.loop.rollout_source import ForwardedSource
 from r3train.loop.rollout_file import BUFFER_FILE, HAS_BUFFER, TEMPERATURE, write_samples
 from r3train.loop.stop import StopRequested, StopSignal
 from r3train.trainer.megatron.saved_state import RUN_DIR
@@ -210,7 +211,7 @@ class RunState:
         self.note(f"stopped by {name} after {next_rollout_id} rollouts; {kept}")
 
 
-class WatchedSource:
+class WatchedSource(ForwardedSource):
     """A RolloutSource that keeps its last rollout, dumps each if wanted, and heeds a stop."""
 
     def __init__(
@@ -219,7 +220,7 @@ class WatchedSource:
         stop: StopSignal,
         dump: Callable[[int, list[list[Scored]]], None] | None,
     ):
-        self._inner = source
+        super().__init__(source)
         self._stop = stop
         self._dump = dump
         self.last: list[list[Scored]] = []
@@ -244,15 +245,12 @@ class WatchedSource:
                 raise
         return self.last
 
-    def await_evaluation(self) -> None:
+    def await_evaluation(self, on_wait: OnWait | None = None) -> None:
         """Wait for the source's evaluation; raise StopRequested once the run is told to stop."""
+        assert on_wait is None
         self._inner.await_evaluation(self._heed_stop)
 
     def _heed_stop(self, _stats: dict[str, Any]) -> None:
         require_ranks()
         if self._stop.received is not None or stop_noted():
             raise StopRequested(self._stop.received or ANOTHER_RANK)
-
-    def __getattr__(self, name: str) -> Any:
-        """Pass everything else on to the source."""
-        return getattr(self._inner, name)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from r3train.config import RunConfig
 from r3train.config.hf_facts import HfModelFacts
 from r3train.loop.prepare import Prepared
-from r3train.loop.replay_source import RolloutSource
+from r3train.loop.rollout_source import RolloutSource
 from r3train.loop.route_transport import Routes
 from r3train.proof.verdicts import FAILED, PASSED
 from r3train.proof.judge import StepVerdict

@@ -18,7 +18,7 @@ from r3train.loop.device_turns import Disaggregated, Sent
 from r3train.loop.distribute import broadcast_json, gather_json
 from r3train.loop.fleet import RankZero
 from r3train.loop.recovery import Recovery
-from r3train.loop.replay_source import RolloutSource
+from r3train.loop.rollout_source import RolloutSource
 from r3train.loop.run_state import RunState
 from r3train.loop.stage_weight_sync import StageLeaderPublisher
 from r3train.types import RankTopology

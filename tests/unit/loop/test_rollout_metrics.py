@@ -12,7 +12,7 @@ from r3train.algo.reward_stats import group_stats
 from r3train.config.algorithm_settings import AlgorithmSection
 from r3train.loop.fleet import RankZero
 from r3train.loop.prepare import train_samples
-from r3train.loop.replay_source import RolloutSource
+from r3train.loop.rollout_source import RolloutSource
 from r3train.loop.step_metrics import gap_warning, rollout_metrics, train_metrics
 from r3train.loop.rollouts_only import generate_only
 from r3train.loop.stop import StopSignal

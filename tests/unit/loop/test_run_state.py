@@ -341,7 +341,8 @@ def test_a_rollout_that_cannot_be_scored_dumped_or_replaced_waits_in_a_checkpoin
 
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("one\n")
-    side = SimpleNamespace(start_producer=lambda: producer(engine), route_wire_bytes=lambda: 0)
+    made = producer(engine)
+    side = SimpleNamespace(start_producer=lambda: made, route_wire_bytes=lambda: 0)
     display = RunDisplay(4, enabled=False)
     hf, metrics = read_hf_facts(tiny / "model"), MetricsWriter(tmp_path, False)
     join_ranks("gloo", HashStore(), 0, 1, timeout=timedelta(seconds=60))
@@ -357,14 +358,14 @@ def test_a_rollout_that_cannot_be_scored_dumped_or_replaced_waits_in_a_checkpoin
         )
         with pytest.raises((ValueError, OSError), match=error) as raised:
             loop.run(0)
-        loop._source.close()
+        made.close()
     finally:
         leave_ranks()
     assert checkpointer.saved_at == [0]
     (line,) = told
     assert line.startswith(f"{said} after 0 rollouts; a checkpoint was saved")
     assert str(raised.value) in line
-    untrained = [s for group in loop._source.given for s, _ in group]
+    untrained = [s for group in made.given for s, _ in group]
     resumed, state = SimulatedEngine(), ProducerState(*read_samples(tmp_path / BUFFER_FILE))
     with producer(resumed, state) as again:
         batch = [s for group in again.next_batch(0) for s, _ in group]
