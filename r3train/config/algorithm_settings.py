@@ -142,10 +142,7 @@ class AlgorithmSection(Section):
         _NOT_DPPO,
     ] = Field(default=0.2, ge=0)
     """Lower clip: ratios are clipped from below at 1 - eps_clip; values >= 1 disable the lower clip."""
-    eps_clip_high: Annotated[
-        float | None,
-        _NOT_DPPO,
-    ] = Field(default=None, ge=0)
+    eps_clip_high: float | None = Field(default=None, ge=0)
     """Upper clip: a ratio above 1 + eps_clip_high counts as that; unset means eps_clip."""
     eps_clip_c: Annotated[
         float | None, excludes("policy_loss = cispo|dppo_tv|dppo_kl: it has no dual clip")
@@ -241,6 +238,14 @@ class AlgorithmSection(Section):
     min_ess: float = Field(default=0.0, ge=0, le=1)
     """Skip an optimizer step whose effective share of samples (train/ess) is below this.  The run ends after
     max_bad_steps rollouts in a row without a step (max_weight_staleness + 1, if that is more)."""
+
+    @check
+    def _bounds_of_clipping(self, run: RunConfig) -> Iterator[str]:
+        if self.policy_loss in ("dppo_tv", "dppo_kl") and self.clip_high != self.eps_clip:
+            yield (
+                f"--eps-clip-high {self.eps_clip_high:g} cannot go with --policy-loss"
+                f" {self.policy_loss}: it clips nothing: its bound is --dppo-delta"
+            )
 
     @check
     def _reward_and_bounds(self, run: RunConfig) -> Iterator[str]:

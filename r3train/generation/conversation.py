@@ -102,7 +102,7 @@ class Conversation:
         return [replace(step, text=text) for step, text in zip(steps, texts)], reward
 
     async def _step(self, environment: Environment, turn: Turn, step: str) -> StepResult:
-        """Ask the environment, within its time-out; any misbehaviour becomes the rollout's error and never kills the run.
+        """Ask the environment, within its time-out; any misbehaviour is a ValueError, the producer's failure.
 
         Raises ValueError beginning with ``step`` for one that takes too long, raises, exits or returns
         anything but a StepResult.

@@ -17,8 +17,8 @@ from r3train.generation.slots import Slots
 from r3train.generation.update_gate import UpdateGate
 from r3train.types import Prompt, RolloutSample
 
-# A request that is retracted so often in a row ends the run.  Each time it waits until half of the
-# slots are free: KV pools that retract it even then hold less than half of what all slots need.
+# A request that is retracted so often in a row ends the run.  Each time it waits for half of the requests that
+# may be in flight: KV pools that retract it even then hold less than half of what all of these need.
 _MAX_RETRACTIONS = 3
 
 
@@ -133,7 +133,8 @@ class _Call:
 
         Under R3 the answer to a request that a server retracted is thrown away, and the same tokens
         are asked for again.  Earlier answers of the rollout came with their own rows and stay.  The slot
-        is kept between the segments of an answer, and given back during an update.
+        is kept between the segments of an answer; it is given back where an update aborts the answer, or has frozen
+        the servers when the request was retracted.
         """
         try:
             return await self._requests(sample, turn_limit)
@@ -174,7 +175,8 @@ class _Call:
                 unfinished = again or stitch.is_cut(segment, limit, left)
                 # checked while the slot is held: once it is given back, the update may end
                 interrupted = gate.aborting and (unfinished or segment.finish_reason == "abort")
-                # a frozen server would accept the request, and compute it from the cache of older weights
+                # a retracted answer is computed afresh, which a frozen server would do with older weights; a cut one
+                # goes on as the mode means it
                 interrupted |= gate.frozen and again
                 goes_on = unfinished and not interrupted
             finally:

@@ -51,7 +51,7 @@ class Scheduler:
             task.add_done_callback(partial(self._forget, rollout))
 
     def take(self) -> list[Group]:
-        """Take the groups of the next rollout, which are ready."""
+        """Take the groups of the next train step's batch, which are ready."""
         groups = self.buffer.take()
         self.expire()
         if self.is_over:

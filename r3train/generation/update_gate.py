@@ -50,9 +50,9 @@ class UpdateGate:
         return not self._updates
 
     async def close(self, expire: Callable[[], None]) -> None:
-        """Stop sending, and drain, freeze or abort the requests in flight.
+        """Let no call take a slot, and drain, freeze or abort the requests in flight; calls with a slot go on.
 
-        expire: drops the groups that would be too stale, once nothing more is sent.  An evaluation ends
+        expire: drops the groups that would be too stale then.  An evaluation ends
         first, so that one weight version answers all of it.
         """
         shared = self._shared

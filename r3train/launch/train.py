@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -332,4 +333,4 @@ def as_rank(program: Callable[[], object]) -> None:
 
 
 if __name__ == "__main__":  # writers of torch_dist checkpoints import this file again
-    as_rank(main)
+    as_rank(partial(main, prog_name="r3train train"))

@@ -107,7 +107,8 @@ class AsyncLoop:
     def run(self, start_rollout_id: int) -> int:
         """Train to the end, or until told to stop; returns the number of rollouts trained by then.
 
-        Raises what went wrong, on the rank where it did.
+        Raises what went wrong: most errors on all ranks, of which rank 0 has the cause; an error of a weight update, or
+        one that ``Recovery.fatal`` holds at the end, on rank 0.
         """
         run_state, num_rollout = self.run_state, self.config.rollout.num_rollout
         self._start(start_rollout_id)

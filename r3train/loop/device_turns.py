@@ -43,7 +43,7 @@ class Disaggregated:
         """Begin the actor's turn: it has all that training needs on its device."""
 
     def actor_offloads(self) -> None:
-        """End the actor's turn."""
+        """Move away the weights that ``serve`` has left on the device for --check-weight-update-equal."""
 
     def serve(self, send: Callable[[], Sent]) -> Sent:
         """Have ``send`` bring the weights to the servers, and begin their turn; a collective."""

@@ -14,8 +14,9 @@ LOST = (EngineDied, EngineUnreachable, WeightUpdateError)
 class Recovery:
     """Each rank's part in a restart; ``engines`` is None on ranks other than 0.
 
-    Without ``enabled`` it catches nothing and makes no collective.  ``fatal`` is an error that no
-    restart fixes; rank 0 keeps it until all ranks come together for the next rollout.
+    Without ``enabled`` it catches nothing and makes no collective.  ``fatal``: any error of rank
+    0's that ends the run, also without ``enabled``; all ranks raise in the next ``Intake.take``, or rank 0 at the end
+    of ``run``.
     """
 
     def __init__(self, engines: RolloutFleet | None, *, enabled: bool):

@@ -1,6 +1,7 @@
 """Evaluations of a run on rank 0: begun after a weight update, ended before the next one.
 
-An evaluation runs during the training of the rollout that follows.  A set is written as a whole or not
+An evaluation runs while the next rollout is generated and trained; with --colocate it ends before the servers
+release their memory.  A set is written as a whole or not
 at all, so a crash loses the sets that were not complete, and nothing else.
 """
 

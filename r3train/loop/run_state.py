@@ -145,9 +145,9 @@ class RunState:
         return self.stop.agreed()
 
     def save_due(self, next_rollout_id: int, *, goes_on: bool, now: bool = False) -> None:
-        """Save what --save-interval asks for, or ``now``, and export it unless the run ends; a collective.
+        """Save if --save-interval is due, or ``now``; export if it is due and the run goes on; a collective.
 
-        The last export is not the run state's.
+        The last weights are exported after the run.
         """
         interval = self.config.checkpoint.save_interval
         due = bool(interval and next_rollout_id % interval == 0)
