@@ -20,6 +20,7 @@ from r3train.audit.audit_run import audit_run
 from r3train.verify import runner
 from r3train.verify.compare_outcomes import GATES, GRADIENTS, compare
 from r3train.verify.model_zoo import VARIANTS, write_checkpoint
+from r3train.verify.mutations import MUTATIONS
 from r3train.verify.oracle import BIAS, run_batch
 from r3train.verify.outcome import Outcome, read_outcome
 from r3train.verify.rollouts import (
@@ -81,7 +82,8 @@ class Rehearsal:
             case = self.cases[f"{row} te"]
             name = f"{case.case_id} {mutation}"
             output = str(self.directory / name)
-            self.cases[name] = replace(case, case_id=name, output=output, mutation=mutation)
+            address = MUTATIONS[mutation].address
+            self.cases[name] = replace(case, case_id=name, output=output, mutation=address)
 
     def _case(self, topology: Topology, name: str, backend: str, bf16: bool) -> runner.Case:
         variant, key = VARIANTS[topology.variant], (topology.variant, topology.batch, bf16)
