@@ -138,7 +138,7 @@ RULES = (
         "tests/e2e/test_distillation.py"
         "::test_the_actor_comes_nearer_to_a_served_teacher_and_a_replay_trains_the_same",
     ),
-    Rule(r"r3train verify ", Kind.LONG),
+    Rule(r"r3train verify |python -m tests\.oracle\.verify_planted ", Kind.LONG),
     Rule(r"(OMP_NUM_THREADS=1 )?(\.venv/bin/)?python (-m benchmarks\.|benchmarks/)", Kind.LONG),
     Rule(r"r3train serve ", Kind.SERVE),
     Rule(
