@@ -1,0 +1,1 @@
+"""Chat as harnesses speak it: requests read, answers written, messages compared."""

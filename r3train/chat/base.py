@@ -1,0 +1,70 @@
+"""A call of a chat endpoint between its dialect (OpenAI's, Anthropic's) and the session that answers it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """One request for an answer, checked by its dialect; messages and tools have OpenAI's chat form.
+
+    Sampling is the run's: what a harness asks for of it is in ``ignored`` and has no effect.
+
+    >>> ChatRequest(messages=[{"role": "user", "content": "hi"}], digest=b"\\x00" * 16).max_tokens is None
+    True
+    """
+
+    messages: Sequence[Message]  # at least one, the last one not the assistant's
+    digest: bytes  # 16 bytes of the body: equal for a client's retry of the same request
+    tools: Sequence[dict[str, Any]] = ()  # function schemas
+    max_tokens: int | None = None  # bounds this answer, at least 1
+    stop: tuple[str, ...] = ()  # texts at which the answer ends
+    retry: int = 0  # the client's own count of its retries (x-stainless-retry-count), 0 without
+    ignored: tuple[str, ...] = ()  # names of the fields that were given and have no effect
+
+
+@dataclass(frozen=True, slots=True)
+class ChatAnswer:
+    """The answer to a request; ``message`` has role, content, and if present reasoning_content and tool_calls.
+
+    A call's arguments are JSON text, as OpenAI has them.
+    """
+
+    message: Message
+    finish_reason: Literal["stop", "length", "tool_calls"]
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class ChatRefused(Exception):
+    """A request that gets no answer: HTTP status, OpenAI's error code and one line for the client.
+
+    400 invalid_request_error or context_length_exceeded; 401 invalid_api_key; 403 session_over: clients
+    ask once more for 408, 409, 429 and 5xx only.
+    """
+
+    def __init__(self, status: int, code: str, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """The parts of an answer's text: the content shown, the reasoning before it, and the calls of tools.
+
+    A call is {"name": str, "arguments": JSON text}.
+    """
+
+    content: str
+    reasoning: str | None = None
+    calls: tuple[dict[str, str], ...] = ()
+
+
+# (text with special tokens but without the stop token, the request's tools) -> what it holds
+Parse = Callable[[str, Sequence[dict[str, Any]]], Parsed]
