@@ -9,16 +9,15 @@ import argparse
 import json
 import re
 import sys
-import types
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any
 
 from pydantic.fields import FieldInfo
 
 from r3train.config import RunConfig
 from r3train.config.cross_checks import requirements_of
-from r3train.config.options import default_text
-from r3train.config.section import Section
+from r3train.config.help_text import HOOKS, HOOKS_TITLE, default_of, settings_of, value_of
+from r3train.config.sources import Place
 
 PAGE = Path(__file__).with_name("configuration.md")
 SCHEMA = Path(__file__).parents[1] / "r3train.schema.json"
@@ -65,14 +64,22 @@ def page() -> str:
             words = asked.words()
             parts.append(f"Each setting{but}: {words[0].lower()}{code(words[1:])}\n")
         parts.append("| field | value | default | meaning |\n|---|---|---|---|")
-        for name, field in model.model_fields.items():
-            asked = (asks for asks in requirements_of(name) if asks not in model.every_field)
-            meaning = " ".join([field.description, *(code(asks.words()) for asks in asked)])
-            cells = [f"`{name}`", value_of(field), default_of(field), meaning]
-            cells = [" ".join(cell.split()) for cell in cells]  # a row of a table is one line
-            escaped = (cell.replace("|", "\\|").replace("<", "&lt;") for cell in cells)
-            parts.append("| " + " | ".join(escaped) + " |")
+        parts += [row(place, f"`{place.name}`") for place in settings_of(section)]
+    parts.append(f"\n## {HOOKS_TITLE}\n\nThey are for tests, in the tables that are named here.\n")
+    parts.append("| table, field | value | default | meaning |\n|---|---|---|---|")
+    parts += [row(place, f"`[{place.section}] {place.name}`") for place in settings_of(HOOKS)]
     return "\n".join(parts) + "\n"
+
+
+def row(place: Place, name: str) -> str:
+    """The row of a setting: name, value, default, and meaning with what it asks of others."""
+    every = RunConfig.model_fields[place.section].annotation.every_field
+    asked = (asks for asks in requirements_of(place.name) if asks not in every)
+    meaning = " ".join([place.info.description, *(code(asks.words()) for asks in asked)])
+    cells = [name, value_of(place.info), default_cell(place.info), meaning]
+    cells = [" ".join(cell.split()) for cell in cells]  # a row of a table is one line
+    escaped = (cell.replace("|", "\\|").replace("<", "&lt;") for cell in cells)
+    return "| " + " | ".join(escaped) + " |"
 
 
 def code(words: str) -> str:
@@ -94,7 +101,11 @@ def schema() -> dict[str, Any]:
         table = made["$defs"][info.annotation.__name__]
         table.pop("required", None)
         table["title"] = info.annotation.title
-        for name, field in table["properties"].items():
+        hooks = info.annotation.test_hooks
+        fields = table["properties"] = dict(  # test hooks last
+            sorted(table["properties"].items(), key=lambda item: item[0] in hooks)
+        )
+        for name, field in fields.items():
             field.pop("title")
             if field.get("default", "") is None:  # TOML has none: the key is left out
                 del field["default"]
@@ -103,47 +114,17 @@ def schema() -> dict[str, Any]:
             if name in TEXT_TOO:
                 field["anyOf"] = [{"type": "string"}, {"type": field.pop("type")}]
             words = [field["description"], *(asked.words() for asked in requirements_of(name))]
+            words += ["A test hook."] * (name in hooks)
             field["description"] = " ".join(" ".join(words).split())
     return made
 
 
-def value_of(field: FieldInfo) -> str:
-    """Return the values that a field takes, with its bounds."""
-    words = type_words(field.annotation)
-    signs = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
-    for bound in field.metadata:
-        for attribute, sign in signs.items():
-            if hasattr(bound, attribute):
-                words += f", {sign} {getattr(bound, attribute):g}"
-    return words
-
-
-def type_words(annotation: Any) -> str:
-    """A type in words: choices are quoted code, None is left to the default."""
-    origin, arguments = get_origin(annotation), get_args(annotation)
-    if origin is Literal:
-        return ", ".join(f"`{choice}`" for choice in arguments)
-    if origin in (Union, types.UnionType):
-        return " or ".join(type_words(kind) for kind in arguments if kind is not type(None))
-    if origin in (tuple, list):
-        return f"list of {type_words(arguments[0])}"
-    if origin is dict or (isinstance(annotation, type) and issubclass(annotation, Section)):
-        return "table"
-    return {bool: "switch", int: "integer", float: "number", str: "text", Path: "path"}[annotation]
-
-
-def default_of(field: FieldInfo) -> str:
-    """The default as a reader writes it."""
-    if field.is_required():
+def default_cell(field: FieldInfo) -> str:
+    """The default as a cell of the table."""
+    default = default_of(field)
+    if default == "required":
         return "**required**"
-    default = field.default
-    if default is None:
-        return "unset"
-    if default == () or default == {}:
-        return "empty"
-    if isinstance(default, bool):
-        return "on" if default else "off"
-    return f"`{default_text(default)}`"
+    return default if default in ("unset", "empty", "on", "off") else f"`{default}`"
 
 
 def main() -> None:

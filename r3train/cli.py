@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import shutil
+import textwrap
 
 import click
+from click.shell_completion import CompletionItem
 
 from r3train.cpu.torchvision_stub import declare_ops_for_imports
 
@@ -18,6 +21,14 @@ SUBCOMMANDS = {
     "recipes": (
         "r3train.cli:recipes",
         "List the recipes that --config knows by name.",
+    ),
+    "explain": (
+        "r3train.cli:explain",
+        "Say all about one setting: a flag or a key.",
+    ),
+    "docs": (
+        "r3train.cli:docs",
+        "Show a page of the documentation.",
     ),
     "make-tiny-model": (
         "r3train.verify.tiny:make_tiny_model",
@@ -74,9 +85,23 @@ class LazyGroup(click.Group):
         module, _, attribute = SUBCOMMANDS[cmd_name][0].partition(":")
         return getattr(importlib.import_module(module), attribute)
 
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Return the commands that begin with a word, without their modules, which take seconds."""
+        fits = [item for item in SUBCOMMANDS.items() if item[0].startswith(incomplete)]
+        return [CompletionItem(name, help=text) for name, (_, text) in fits]
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, text) for name, (_, text) in SUBCOMMANDS.items()])
+
+
+def _settings(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[str]:
+    """Return the settings that begin with a word, for the shell."""
+    from r3train.config import RunConfig
+    from r3train.config.sources import places
+
+    word = incomplete.replace("-", "_")
+    return [name for name in places(RunConfig) if name.startswith(word)]
 
 
 @click.group(cls=LazyGroup)
@@ -93,6 +118,43 @@ def recipes() -> None:
 
     for name in recipe_names():
         click.echo(f"{name:28s}{recipe_line(name)}")
+
+
+@click.command(context_settings={"ignore_unknown_options": True})
+@click.argument("name", shell_complete=_settings)
+def explain(name: str) -> None:
+    """Say all about the setting NAME: --tis-clip, tis_clip and algorithm.tis_clip are the same one."""
+    from r3train.config.help_text import explained, find_setting
+    from r3train.config.options import usage_errors
+
+    with usage_errors():
+        place = find_setting(name)
+    width = min(shutil.get_terminal_size().columns, 100)
+    for line in explained(place):
+        indent = " " * 11 * line.startswith(" ")
+        click.echo(textwrap.fill(line, width, subsequent_indent=indent, break_on_hyphens=False))
+
+
+@click.command()
+@click.argument("page", required=False)
+def docs(page: str | None) -> None:
+    """Show a page of the documentation (docs/ of a checkout), or list them: r3train docs models."""
+    from r3train.config.help_text import PAGES
+    from r3train.config.sources import nearest
+
+    names = sorted(str(file.relative_to(PAGES).with_suffix("")) for file in PAGES.rglob("*.md"))
+    if page is None:
+        for each in names:
+            with (PAGES / f"{each}.md").open(encoding="utf-8") as file:
+                title = next(line for line in file if line.startswith("# "))
+            click.echo(f"{each:24s}{title.strip('# ')}", nl=False)
+        return
+    name = page.removeprefix("docs/").removesuffix(".md")
+    if name not in names:
+        raise click.UsageError(
+            f"{page}: no such page.{nearest(name, names)} r3train docs lists them"
+        )
+    click.echo_via_pager((PAGES / f"{name}.md").read_text(encoding="utf-8"))
 
 
 if __name__ == "__main__":

@@ -198,13 +198,13 @@ class AlgorithmSection(Section):
     ] = "truncate"
     """Treatment of a weight outside tis_clip_low and tis_clip: hold it at the bound, or make it 0."""
     tis_clip: Annotated[float, _OF_WEIGHTS] = Field(default=2.0, gt=0)
-    """Upper bound of that weight."""
+    """Upper bound of the weight of rollout_is."""
     tis_clip_low: Annotated[
         float,
         _OF_WEIGHTS,
         at_most("tis_clip"),
     ] = Field(default=0.0, ge=0)
-    """Lower bound of that weight."""
+    """Lower bound of the weight of rollout_is."""
     rollout_rs: Annotated[tuple[Rejection, ...], AfterValidator(each_once)] = Field(
         default=(), strict=False
     )

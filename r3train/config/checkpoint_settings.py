@@ -34,6 +34,11 @@ class CheckpointSection(Section):
     """Checkpoints, exports, and rollouts on disk."""
 
     title: ClassVar[str] = "Checkpoints and dumps"
+    test_hooks = (
+        "ci_inject_rollout_data_path",
+        "ci_inject_rollout_data_start_rollout_id",
+        "ci_inject_rollout_data_min_match_ratio",
+    )
 
     save: Path | None = Field(default=None, strict=False)
     """Directory that checkpoints are written to."""

@@ -14,6 +14,7 @@ class FaultsSection(Section):
     """Limits on what may break before the run ends."""
 
     title: ClassVar[str] = "Faults"
+    test_hooks = ("plant_fault",)
 
     max_bad_steps: int = Field(default=3, ge=1)
     """The run ends after this many rollouts in a row with a non-finite loss or gradient."""

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
 import tomllib
-import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 import click
 from click.core import ParameterSource
+from click.shell_completion import CompletionItem
 
+from r3train.config.help_text import (
+    OVERRIDES,
+    gist,
+    heading,
+    metavar,
+    most_used,
+    rows_of,
+    section_rows,
+    sections,
+    without_none,
+)
+from r3train.config.recipes import recipe_names
 from r3train.config.run import RunConfig
 from r3train.config.sources import (
     ConfigError,
@@ -33,27 +44,19 @@ OUR_SERVER_FLAGS = ("--sglang-server-concurrency",)
 # within it a rank that fails for the same reason is ended by torchrun
 _RANK_0_SPEAKS_S = 10.0
 PROMPT_FILES = "--prompt-data"
+_ALL = "--help-all"
+_HELP = ("--help", "-h", _ALL)
 # further names of switches, as peers have them
 ALIASES = {"tensorboard": ("--use-tensorboard",)}
-# tables of names of Megatron's -> the flag that adds an entry
-OVERRIDES = {
-    "transformer_overrides": "--transformer-override",
-    "optimizer_overrides": "--optimizer-override",
-}
-PASSTHROUGH_HELP = {
-    **{name: (f"{flag} NAME=VALUE", "Repeatable.") for name, flag in OVERRIDES.items()},
-    "sglang": ("--sglang-FLAG [VALUE]...", "No value means on."),
-    FILE_FIELD: (f"[[eval.{FILE_FIELD}]] in the file", ""),
-}
 
 
 class SettingType(click.ParamType):
     """The value of a flag, read as its field's type; ``none`` unsets an optional field."""
 
     def __init__(self, annotation: Any) -> None:
-        self.optional, self.kind = _without_none(annotation)
+        self.optional, self.kind = without_none(annotation)
         self.choices = get_args(self.kind) if get_origin(self.kind) is Literal else ()
-        self.name = _metavar(self.kind, self.choices)
+        self.name = metavar(self.kind)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if not isinstance(value, str):
@@ -74,6 +77,14 @@ class SettingType(click.ParamType):
                 self.fail(f"{value!r} is not {'an integer' if self.kind is int else 'a number'}.")
         return value
 
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        """Return the choices that begin so, or leave it to the shell to name files."""
+        if self.name == "PATH":
+            return [CompletionItem(incomplete, type="file")]
+        return [CompletionItem(each) for each in self.choices if each.startswith(incomplete)]
+
 
 class ListOption(click.Option):
     """A flag with several values: repeated, separated by spaces, or separated by commas."""
@@ -84,12 +95,14 @@ class TrainCommand(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ctx.meta["words"] = tuple(args)
+        if not ctx.resilient_parsing:
+            _answer_help(self, ctx, args)
         try:
             ctx.meta["sglang"], rest = _take_server_flags([_dashed(word) for word in args])
             files = [word for word in rest if word == "--config" or word.startswith("--config=")]
             if len(files) > 1:
                 raise click.UsageError(
-                    "--config is given twice: a run has one file; give what differs as flags"
+                    "--config is given twice: a run has one file; give what differs as flags", ctx
                 )
             return super().parse_args(ctx, _spread_lists(self, rest))
         except click.UsageError as error:
@@ -125,23 +138,26 @@ class TrainCommand(click.Command):
         return ": flags are --name value" + (f": {flag_name(name)} {value}" if known else "")
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write a group of flags for each section, in the order of RunConfig."""
-        general = [
-            ("--config RECIPE", "TOML file, or a name of r3train recipes; flags win over it.")
-        ]
-        general += [param.get_help_record(ctx) for param in self.params if param.help]
-        general.append(("--help", "Show this message and exit."))
-        _write_group(formatter, "General", general)
-        for section, info in RunConfig.model_fields.items():
-            rows = []
-            for name, field in info.annotation.model_fields.items():
-                place = Place(section, name, field)
-                if name in PASSTHROUGH_HELP:
-                    usage, note = PASSTHROUGH_HELP[name]
-                    rows.append((usage, f"{field.description} {note}"))
-                else:
-                    rows.append((_usage(place), f"{field.description} {_default_text(place)}"))
-            _write_group(formatter, f"{info.annotation.title}, [{section}] in the file", rows)
+        """Write the settings that most runs give, one section (``--help SECTION``), or all sections."""
+        asked = ctx.meta.get("help")
+        own = [("--config RECIPE", "TOML file, or a name of r3train recipes; flags win over it.")]
+        own += [param.get_help_record(ctx) for param in self.params if param.help]
+        if asked is None:
+            own = [(usage, gist(text)) for usage, text in own]
+            _write_group(formatter, "Most used", [*own, *most_used()])
+            _write_group(
+                formatter, "Sections (--help SECTION, such as --help lora)", section_rows()
+            )
+            more = [
+                ("--help-all", "Every setting."),
+                ("r3train explain NAME", "All about one setting."),
+            ]
+            _write_group(formatter, "More", more)
+            return
+        if asked == _ALL:
+            _write_group(formatter, "General", [*own, ("--help [SECTION]", "Show help and exit.")])
+        for section in sections() if asked == _ALL else [asked]:
+            _write_group(formatter, heading(section), rows_of(section))
 
 
 def train_options(function: Callable[..., Any], more: Sequence[click.Option] = ()) -> TrainCommand:
@@ -170,7 +186,9 @@ def train_options(function: Callable[..., Any], more: Sequence[click.Option] = (
             config = RunConfig.from_sources(file=config_file, flags=given, environ=os.environ)
         return function(config, **others)
 
-    config_option = click.Option(["--config", "config_file"], metavar="RECIPE")
+    config_option = click.Option(
+        ["--config", "config_file"], metavar="RECIPE", shell_complete=_complete_recipe
+    )
     options = [config_option, *(_option(place) for place in places(RunConfig).values())]
     return TrainCommand(
         name=function.__name__.replace("_", "-"),
@@ -179,6 +197,13 @@ def train_options(function: Callable[..., Any], more: Sequence[click.Option] = (
         params=[option for option in (*options, *more) if option is not None],
         context_settings={"max_content_width": 100},
     )
+
+
+def _complete_recipe(
+    _ctx: click.Context, _param: click.Parameter, incomplete: str
+) -> list[CompletionItem]:
+    found = [CompletionItem(name) for name in recipe_names() if name.startswith(incomplete)]
+    return [CompletionItem(incomplete, type="file"), *found]
 
 
 def parse_train_flags(flags: Sequence[str], *, prog_name: str) -> RunConfig:
@@ -219,7 +244,7 @@ def _option(place: Place) -> click.Option | None:
         return None
     if place.name in OVERRIDES:
         return ListOption([OVERRIDES[place.name]], multiple=True, metavar="NAME=VALUE")
-    _, kind = _without_none(place.info.annotation)
+    _, kind = without_none(place.info.annotation)
     if kind is bool:
         names = [place.flag, *ALIASES.get(place.name, ())]
         return click.Option([f"{flag}/--no-{flag[2:]}" for flag in names], default=None)
@@ -228,46 +253,30 @@ def _option(place: Place) -> click.Option | None:
     return click.Option([place.flag], type=SettingType(place.info.annotation), default=None)
 
 
-def _without_none(annotation: Any) -> tuple[bool, Any]:
-    """Return (True if the annotation allows None, the annotation without None)."""
-    if get_origin(annotation) in (Union, types.UnionType):
-        kinds = [kind for kind in get_args(annotation) if kind is not type(None)]
-        if len(kinds) < len(get_args(annotation)) and len(kinds) == 1:
-            return True, kinds[0]
-    return False, annotation
-
-
-def _metavar(kind: Any, choices: tuple[str, ...]) -> str:
-    if choices:
-        return "|".join(choices)
-    if get_origin(kind) is dict:
-        return "JSON"
-    return {int: "INT", float: "NUMBER", str: "TEXT"}.get(kind, "PATH")
-
-
-def _usage(place: Place) -> str:
-    _, kind = _without_none(place.info.annotation)
-    if kind is bool:
-        return f"--[no-]{place.flag[2:]}"
-    if get_origin(kind) is tuple:
-        return f"{place.flag} {SettingType(get_args(kind)[0]).name}..."
-    return f"{place.flag} {SettingType(kind).name}"
-
-
-def _default_text(place: Place) -> str:
-    if place.info.is_required():
-        return "[required]"
-    default = place.info.default
-    if default is None or default in ((), {}):
-        return ""
-    if isinstance(default, bool):
-        return f"[default: {'on' if default else 'off'}]"
-    return f"[default: {default_text(default)}]"
-
-
-def default_text(default: Any) -> str:
-    """Return a default that is neither a switch's nor empty, as TOML has it; text is not quoted."""
-    return json.dumps(default) if isinstance(default, tuple) else str(default)
+def _answer_help(command: TrainCommand, ctx: click.Context, args: Sequence[str]) -> None:
+    """Show what --help asks for and exit; return where it is not given.  Raises UsageError for no section."""
+    asking = [number for number, word in enumerate(args) if word.partition("=")[0] in _HELP]
+    if not asking:
+        return
+    word, equals, asked = args[asking[0]].partition("=")
+    after = args[asking[0] + 1 :][:1]
+    if not equals and after and not after[0].startswith("-"):
+        asked = after[0]
+    if word == _ALL or not asked:
+        ctx.meta["help"] = _ALL if word == _ALL else None
+        click.echo(ctx.get_help())
+    elif asked in sections():
+        ctx.meta["help"] = asked
+        formatter = ctx.make_formatter()
+        command.format_options(ctx, formatter)
+        click.echo(formatter.getvalue().strip("\n"))
+    else:
+        raise click.UsageError(
+            f"--help {asked}: no such section.{nearest(asked, sections())} There are"
+            f" {', '.join(sections())}; r3train explain {asked} looks for a setting",
+            ctx,
+        )
+    ctx.exit()
 
 
 def _write_group(formatter: click.HelpFormatter, title: str, rows: list[tuple[str, str]]) -> None:

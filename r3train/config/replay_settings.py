@@ -53,6 +53,7 @@ class ReplaySection(Section):
     """Replay of the rollout's experts in the trainer, and its proof."""
 
     title: ClassVar[str] = "Rollout routing replay (R3)"
+    test_hooks = ("plant_bug",)
 
     use_rollout_routing_replay: Annotated[
         bool,

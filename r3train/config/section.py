@@ -46,3 +46,5 @@ class Section(BaseModel):
     )
     # what each setting of the section asks, next to what its field says
     every_field: ClassVar[tuple[Requirement, ...]] = ()
+    # settings that only tests need: they are listed in a section of their own
+    test_hooks: ClassVar[tuple[str, ...]] = ()

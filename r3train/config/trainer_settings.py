@@ -24,6 +24,7 @@ class TrainerSection(Section):
     """The optimizer, and the weights on their way to SGLang."""
 
     title: ClassVar[str] = "Trainer"
+    test_hooks = ("ci_test",)
 
     global_batch_size: int | None = Field(default=None, ge=1)
     """Samples of an optimizer step; unset means all samples of a rollout."""

@@ -158,7 +158,9 @@ RULES = (
     Rule(r"r3train train .*--dry-run |r3train train --help", Kind.RUN),
     Rule(r"r3train train .*--run-dir ", Kind.JOB),
     Rule(r"(\w+=\S* )*(r3train train |torchrun .*train_async\.py )", Kind.DRY),
-    Rule(r"r3train (make-tiny-model|doctor|estimate|check-evidence|report) ", Kind.RUN),
+    Rule(
+        r"r3train (make-tiny-model|explain|docs|doctor|estimate|check-evidence|report) ", Kind.RUN
+    ),
 )
 
 

@@ -9,7 +9,8 @@ import pytest
 from click.testing import CliRunner
 
 from r3train.config import RunConfig
-from r3train.config.options import PASSTHROUGH_HELP, train_options, usage_errors
+from r3train.config.help_text import PASSTHROUGH_HELP
+from r3train.config.options import train_options, usage_errors
 from r3train.config.sources import flag_name, PEERS, places
 
 REQUIRED = (
@@ -45,7 +46,7 @@ def refused(*args: str, required: bool = True, **environ: str) -> str:
 
 
 def test_help_shows_every_field_under_its_section():
-    result, _ = run("--help", required=False)
+    result, _ = run("--help-all", required=False)
     assert result.exit_code == 0
     position = -1
     for section in RunConfig.model_fields:
