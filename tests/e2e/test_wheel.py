@@ -39,14 +39,14 @@ def run(command: list[object], cwd: Path, **variables: str) -> str:
 def installed(tmp_path_factory) -> Path:
     """bin/ of a virtual environment with the wheel; what r3train needs is the tests' own."""
     source, wheels = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheels")
-    for name in ("r3train", "configs"):
+    for name in ("r3train", "configs", "docs"):
         shutil.copytree(
             jobs.ROOT / name,
             source / name,
             symlinks=True,
             ignore=shutil.ignore_patterns("__pycache__"),
         )
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "README.md", "LICENSE", "r3train.schema.json"):
         shutil.copy(jobs.ROOT / name, source / name)
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
     run([*pip, "wheel", ".", "--no-deps", "--no-build-isolation", "-w", wheels], source)
@@ -69,6 +69,15 @@ def test_an_installed_wheel_trains_the_demo_outside_of_the_checkout(installed, t
     assert {line.split()[0] for line in listed} == {
         file.stem for file in (jobs.ROOT / "configs").glob("*.toml")
     }
+    (package,) = installed.parent.glob("lib/python3*/site-packages/r3train")
+    for recipe in (package / "recipes").glob("*.toml"):
+        first = recipe.read_text().splitlines()[0]
+        schema = recipe.parent / first.removeprefix("#:schema ")
+        assert json.loads(schema.read_text())["title"] == "r3train"
+    assert not list(package.glob("pages/*.py")) and "# Models" in run(
+        [installed / "r3train", "docs", "models"], tmp_path
+    )
+    assert "docs/lora.md" in run([installed / "r3train", "explain", "--lora-rank"], tmp_path)
     run([installed / "r3train", "make-tiny-model", "--output", "runs/tiny"], tmp_path)
     (tmp_path / "rw.py").write_text("def words(prompt, text, ids):\n    return len(text) / 100\n")
     flags = ("--num-rollout", "2", "--run-dir", "run", "--custom-rm-path", "rw:words")
