@@ -22,6 +22,10 @@ SUBCOMMANDS = {
         "r3train.cli:recipes",
         "List the recipes that --config knows by name.",
     ),
+    "init": (
+        "r3train.launch.init_command:init",
+        "Write a first recipe for a model and a file of prompts.",
+    ),
     "explain": (
         "r3train.cli:explain",
         "Say all about one setting: a flag or a key.",

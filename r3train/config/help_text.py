@@ -1,4 +1,4 @@
-"""What is said about settings: ``--help``, ``r3train explain``, docs/configuration.md."""
+"""Words about settings: ``--help``, ``r3train explain``, docs/configuration.md."""
 
 from __future__ import annotations
 

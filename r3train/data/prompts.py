@@ -78,7 +78,7 @@ def load_prompts(
                 index=record.index,
                 text=text,
                 token_ids=np.asarray(tokens, dtype=np.int32),
-                label=_lookup(record, data.label_key),
+                label=find_value(record.content, data.label_key),
                 metadata=_metadata(record, data.metadata_key),
             )
         )
@@ -209,11 +209,11 @@ def _parquet_records(path: Path) -> Iterator[Record]:
         raise ValueError(f"{path}: cannot read as parquet: {error}") from None
 
 
-def _lookup(record: Record, key: str) -> Any:
+def find_value(content: Mapping[str, Any], key: str) -> Any:
     """The value of a key, or of a.b key b of table a; None if it is missing or null."""
-    if key in record.content:
-        return record.content[key]
-    found: Any = record.content
+    if key in content:
+        return content[key]
+    found: Any = content
     for part in key.split("."):
         if not isinstance(found, Mapping) or part not in found:
             return None
@@ -223,7 +223,7 @@ def _lookup(record: Record, key: str) -> Any:
 
 def required(record: Record, key: str) -> Any:
     """The value of a key; raises ValueError if it is missing or null."""
-    value = _lookup(record, key)
+    value = find_value(record.content, key)
     if value is None:
         state = "is null" if key in record.content else "is missing"
         raise ValueError(
@@ -234,7 +234,7 @@ def required(record: Record, key: str) -> Any:
 
 def _tools(record: Record, key: str) -> list[Any] | None:
     """The tools of a row, as a list or as JSON text; None without any."""
-    value = _lookup(record, key)
+    value = find_value(record.content, key)
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -427,7 +427,7 @@ def are_messages(value: Any) -> bool:
 
 
 def _metadata(record: Record, key: str) -> dict[str, Any]:
-    value = _lookup(record, key)
+    value = find_value(record.content, key)
     if value is None:
         return {}
     if not isinstance(value, dict):

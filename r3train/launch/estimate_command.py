@@ -64,7 +64,7 @@ def estimate(
         lines = [*notes, *_lines(config, model, world_size, gpu_bytes, fits if is_fit else [])]
     click.echo("\n".join(lines))
     if not is_fit:
-        raise click.ClickException(_nothing_fits(world_size, gpu_bytes, fits[0]))
+        raise click.ClickException(nothing_fits(world_size, gpu_bytes, fits[0]))
 
 
 def find_model(config: RunConfig) -> tuple[Model, list[str]]:
@@ -92,7 +92,7 @@ def dry_run_lines(
     yield from notes
     yield from _lines(config, model, world_size, gpu_bytes, fits if is_fit else [], longest_prompt)
     if not is_fit:
-        yield _nothing_fits(world_size, gpu_bytes, fits[0])
+        yield nothing_fits(world_size, gpu_bytes, fits[0])
 
 
 def _search(
@@ -112,7 +112,8 @@ def _shared(config: RunConfig, gpu_bytes: float) -> float:
     return server_fraction(config, gpu_bytes) * gpu_bytes if shares else 0.0
 
 
-def _nothing_fits(world_size: int, gpu_bytes: float, smallest: Fit) -> str:
+def nothing_fits(world_size: int, gpu_bytes: float, smallest: Fit) -> str:
+    """Return the line that says by how much the smallest topology is too large."""
     return (
         f"nothing fits {world_size} GPUs of {gpu_bytes / GIGA:,.0f} GB: the smallest needs"
         f" {amount(smallest.fullest.total)} per rank ({smallest.name}), and {MARGIN:.0%} of a GPU is"
