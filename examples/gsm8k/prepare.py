@@ -6,7 +6,6 @@ train.parquet and test.parquet.  Nothing is fetched.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +13,19 @@ import click
 import pyarrow
 from pyarrow import parquet
 
+from r3train.config.data_settings import PromptFile
+from r3train.data.prompts import Record, read_records
+
 MARK = "####"
 INSTRUCTION = f"Reason step by step, then give the final number after {MARK}."
 
 
-def rows_of(path: Path) -> list[dict[str, Any]]:
-    """The rows of a .parquet or .jsonl file; raises ValueError naming the file."""
-    if path.suffix == ".parquet":
-        return parquet.read_table(path).to_pylist()
-    if path.suffix == ".jsonl":
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
-    raise ValueError(f"{path}: expected .parquet or .jsonl")
-
-
-def prompt_of(row: dict[str, Any], where: str) -> dict[str, Any]:
+def prompt_of(record: Record) -> dict[str, Any]:
     """One row of prompts; raises ValueError naming the row."""
-    question, answer = row.get("question"), row.get("answer")
+    question, answer = record.content.get("question"), record.content.get("answer")
     if not isinstance(question, str) or not isinstance(answer, str) or MARK not in answer:
         raise ValueError(
-            f"{where}: expected question and an answer that ends in {MARK} and a number"
+            f"{record.where}: expected question and an answer that ends in {MARK} and a number"
         )
     return {
         "input": [{"role": "user", "content": f"{question}\n\n{INSTRUCTION}"}],
@@ -50,10 +43,7 @@ def main(train: Path, test: Path, output: Path) -> None:
     output.mkdir(parents=True, exist_ok=True)
     for name, source in (("train", train), ("test", test)):
         try:
-            prompts = [
-                prompt_of(row, f"{source} row {number}")
-                for number, row in enumerate(rows_of(source), 1)
-            ]
+            prompts = [prompt_of(record) for record in read_records(PromptFile(source))]
         except ValueError as error:
             raise click.UsageError(str(error)) from error
         path = output / f"{name}.parquet"

@@ -9,9 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pyarrow
 import pytest
-from pyarrow import parquet
 from tests.e2e import jobs
 from tests.published import write_checkpoint
 
@@ -62,10 +60,22 @@ def add_qwen3_30b_a3b(directory: Path, tiny: Path) -> None:
         shutil.copy(file, model)
     template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     _update(model / "tokenizer_config.json", chat_template=template)
-    (directory / "data").mkdir()
-    rows = {"prompt": [[{"role": "user", "content": "name fruits"}]] * 64, "label": ["1"] * 64}
-    for name in ("math_train", "math500"):
-        parquet.write_table(pyarrow.table(rows), directory / "data" / f"{name}.parquet")
+    asked = [{"role": "user", "content": "name fruits"}]
+    train = [
+        {
+            "prompt": [*asked, {"role": "user", "content": str(n)}],
+            "reward_model": {"ground_truth": "1"},
+        }
+        for n in range(64)
+    ]
+    test = {"problem": "1?", "answer": "1", "unique_id": "1", "subject": "s", "level": 1}
+    files = []
+    for option, rows in (("--train", train), ("--test", [test])):
+        file = directory / f"{option[2:]}.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        files += [option, file]
+    script = [sys.executable, jobs.ROOT / "examples/math/prepare.py"]
+    subprocess.run([*script, *files, "--output", directory / "data"], check=True)
 
 
 def _update(path: Path, **values: object) -> None:

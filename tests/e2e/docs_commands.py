@@ -95,6 +95,12 @@ RULES = (
         "tests/unit/data/test_gsm8k_example.py::test_the_prepared_files_are_read_and_scored_as_the_recipe_says",
     ),
     Rule(
+        r"hf download |python examples/math/prepare",
+        Kind.ELSEWHERE,
+        "needs the data sets",
+        "tests/unit/data/test_math_example.py::test_the_prepared_files_are_those_that_the_recipes_read",
+    ),
+    Rule(
         r"r3train train .*olmoe_1b_7b_one_node",
         Kind.ELSEWHERE,
         "needs GPUs",

@@ -62,7 +62,7 @@ def test_the_prepared_files_are_read_and_scored_as_the_recipe_says(tmp_path, nam
 
 def test_a_file_of_another_form_is_named(tmp_path):
     done = prepare(tmp_path, [*ROWS, {"question": "q", "answer": "no mark"}])
-    assert done.returncode == 2 and "train.jsonl row 3: expected question and" in done.stderr
+    assert done.returncode == 2 and "train.jsonl:3: expected question and" in done.stderr
 
 
 def test_the_laptop_trains_a_model_that_reads_generated_questions(tmp_path, monkeypatch):
