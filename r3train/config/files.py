@@ -20,6 +20,9 @@ from typing import Any, BinaryIO
 MAX_TOML_BYTES = 1 << 20
 _MAX_KEY_PARTS = 16
 _FULL_BYTES = 1 << 20  # a disk with less is full
+_HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+_OUR_DIRECTORIES = ("models", "data", "runs", "checkpoints")
+_PROMPT_SUFFIXES = (".jsonl", ".json", ".parquet")
 # the parts of TOML that may hold a dot without being a key, and those of keys
 _TOKEN = re.compile(
     r'"""(?:\\.|[^\\])*?"""|\'\'\'.*?\'\'\'|("(?:\\.|[^"\\\n])*"|\'[^\'\n]*\'|[A-Za-z0-9_-]+)|#[^\n]*|[ \t]+|.',
@@ -34,6 +37,21 @@ _KINDS = {
     stat.S_IFSOCK: "a socket",
     stat.S_IFLNK: "a link",
 }
+
+
+def downloads_nothing(path: Path, *, dataset: bool = False) -> str:
+    """Return what to add to "no such file" where ``path`` looks like a name of the Hugging Face hub, else "".
+
+    The pages' own directories and a directory that is here begin no such name.
+    """
+    owner, _, name = str(path).partition("/")
+    local = owner in _OUR_DIRECTORIES or Path(owner).is_dir() or path.suffix in _PROMPT_SUFFIXES
+    if local or not _HUB_NAME.fullmatch(str(path)):
+        return ""
+    place = (
+        f"--repo-type dataset --local-dir data/{name}" if dataset else f"--local-dir models/{name}"
+    )
+    return f"; r3train downloads nothing: hf download {path} {place}"
 
 
 def open_regular(path: Path, *, follow: bool = False) -> BinaryIO:

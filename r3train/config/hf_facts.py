@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from r3train.config.files import read_regular
+from r3train.config.files import downloads_nothing, read_regular
 from r3train.types import RouteShape
 
 # a config.json has a few kilobytes
@@ -63,7 +63,8 @@ def read_hf_facts(path: Path | str) -> HfModelFacts:
     """
     directory = Path(path)
     if not directory.is_dir():
-        raise ValueError(f"{directory}: no such checkpoint directory (hf_checkpoint)")
+        hint = downloads_nothing(directory)
+        raise ValueError(f"{directory}: no such checkpoint directory (hf_checkpoint){hint}")
     file = directory / "config.json"
     reader = _Reader(file, load_model_config(directory))
     if "text_config" in reader.content and "num_hidden_layers" not in reader.content:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from r3train.config.data_settings import DataSection, PromptFile
-from r3train.config.files import require_regular
+from r3train.config.files import downloads_nothing, require_regular
 from r3train.ids import prompt_id
 from r3train.types import Prompt
 
@@ -155,7 +155,8 @@ def read_records(file: PromptFile) -> Iterator[Record]:
     """Read the lines or rows of a file that count; raises ValueError naming file and line."""
     path = file.path
     if not path.exists():
-        raise ValueError(f"{path}: no such prompt file (prompt_data)")
+        hint = downloads_nothing(path, dataset=True)
+        raise ValueError(f"{path}: no such prompt file (prompt_data){hint}")
     try:
         require_regular(path, follow=True)
     except OSError as error:  # /dev/zero has no end
