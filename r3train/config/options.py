@@ -94,6 +94,7 @@ class TrainCommand(click.Command):
     """A click command with a flag for each field of RunConfig, and help by section."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        args = [word for word in args if word != "--"]  # flags may stand after it
         ctx.meta["words"] = tuple(args)
         if not ctx.resilient_parsing:
             _answer_help(self, ctx, args)

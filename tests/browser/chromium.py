@@ -10,7 +10,6 @@ import asyncio
 import base64
 import contextlib
 import os
-import shutil
 import signal
 import subprocess
 from collections.abc import AsyncIterator
@@ -61,25 +60,6 @@ class Seen:
         default_factory=list
     )  # addresses that were asked for, but the page's
     screenshot: bytes = b""  # PNG of the whole page
-
-
-def install() -> str | None:
-    """Chromium's path; Debian's package is installed where it is missing and that is possible."""
-    if found := shutil.which("chromium"):
-        return found
-    if os.geteuid() != 0 or not shutil.which("apt-get"):
-        return None
-    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    packages = ("chromium", "fonts-dejavu-core")
-    for command in (
-        ["apt-get", "update", "-qq"],
-        ["apt-get", "install", "-y", "-qq", "--no-install-recommends", *packages],
-    ):
-        try:
-            subprocess.run(command, env=environment, capture_output=True, timeout=240, check=True)
-        except (subprocess.SubprocessError, OSError):
-            return None
-    return shutil.which("chromium")
 
 
 @contextlib.asynccontextmanager

@@ -17,6 +17,7 @@ from click.testing import CliRunner
 
 from r3train.cli import main
 from tests.browser import chromium
+from tests.debian_packages import installed
 from tests.unit.evidence_dirs import write_run
 from tests.unit.report_runs import with_metrics
 
@@ -27,7 +28,7 @@ WIDTHS = [1280, 390]
 
 @pytest.fixture(scope="module")
 def program() -> str:
-    found = chromium.install()
+    found = installed("chromium", "chromium", "fonts-dejavu-core")
     if found is None:
         pytest.skip("not run: no Chromium, and it cannot be installed here (Debian, as root)")
     return found

@@ -15,7 +15,7 @@ from tests.unit.config.test_config import config
 from r3train.config import RunConfig
 from r3train.engine.server import free_port
 from r3train.launch import start_ranks as starts
-from r3train.launch.start_ranks import _meeting, _without_ours, ranks_here, start_ranks
+from r3train.launch.start_ranks import _OPTIONS, _meeting, ranks_here, start_ranks, without
 
 
 @pytest.fixture
@@ -103,14 +103,14 @@ def test_the_ranks_get_every_flag_but_the_launchers():
         "2",
         "--config",
         "x",
-        "--node-rank=1",
+        "--node_rank=1",
         "--lr",
         "--nnodes",
         "--master-addr",
         "h",
     ]
-    assert _without_ours([*words[:5], *words[7:]]) == ["--config", "x"]
-    assert _without_ours(["--prompt-data", "a", "b", "--nproc-per-node", "2"]) == [
+    assert without(_OPTIONS, [*words[:5], *words[7:]]) == ["--config", "x"]
+    assert without(_OPTIONS, ["--prompt-data", "a", "b", "--nproc-per-node", "2"]) == [
         "--prompt-data",
         "a",
         "b",
