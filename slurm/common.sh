@@ -6,6 +6,20 @@
 
 set -uo pipefail
 
+# if set, print the commands instead of running them (to check a big job)
+RENDER=${RENDER:-}
+if [[ -n $RENDER ]]; then # away from Slurm too, whose variables have stand-ins
+    SLURM_SUBMIT_DIR=${SLURM_SUBMIT_DIR:-$PWD}
+    SLURM_JOB_ID=${SLURM_JOB_ID:-1}
+    SLURM_JOB_NUM_NODES=${SLURM_JOB_NUM_NODES:-2}
+fi
+node_names() {
+    if [[ -n $RENDER && -z ${SLURM_JOB_NODELIST:-} ]]; then
+        seq -f node%02g "$SLURM_JOB_NUM_NODES"
+    else
+        scontrol show hostnames "${SLURM_JOB_NODELIST:?}"
+    fi
+}
 R3TRAIN_ROOT=${R3TRAIN_ROOT:-${SLURM_SUBMIT_DIR:?submit from the checkout, or set R3TRAIN_ROOT}}
 # an image for every step: a file for apptainer (.sif), anything else is pyxis' (enroot)
 CONTAINER=${CONTAINER:-}
@@ -22,8 +36,6 @@ GPUS_PER_SERVER=${GPUS_PER_SERVER:-}
 SAVE_INTERVAL=${SAVE_INTERVAL:-20}
 # the signal comes this long before the end of the job; the ranks get a little less
 SIGNAL_GRACE_S=${SIGNAL_GRACE_S:-100}
-# if set, print the commands instead of running them (to check a big job)
-RENDER=${RENDER:-}
 START=${SLURM_RESTART_COUNT:-0}
 LOGS=$RUN_DIR/logs/slurm-${SLURM_JOB_ID:?}-start$START
 # the job's number makes the ports of two jobs on a node differ; they lie below those of servers

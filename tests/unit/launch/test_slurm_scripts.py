@@ -103,6 +103,32 @@ def test_a_container_holds_every_step_and_sees_its_directories(script, tmp_path)
     assert refused.returncode == 2 and "without effect without CONTAINER" in refused.stderr
 
 
+def test_a_laptop_renders_what_slurm_would_run():
+    """Without any variable or program of Slurm's; the nodes and GPUs are those that the caller names."""
+    asked = {
+        "train_single_node": ({}, [("--nodes=1", "--ntasks=1")]),
+        "r3_regression": ({}, [("--nodes=1", "--ntasks=1")]),
+        "train_multi_node": (
+            {"SLURM_JOB_NUM_NODES": "16", "SLURM_GPUS_ON_NODE": "8", "TRAIN_NODES": "14"},
+            [("--nodelist=node15,node16",), ("--ntasks=14", "node01:10001")],
+        ),
+    }
+    assert set(asked) == set(SCRIPTS)
+    for script, (given, expected) in asked.items():
+        done = subprocess.run(
+            ["bash", f"slurm/{script}.sbatch"],
+            cwd=ROOT,
+            env={"PATH": "/usr/bin:/bin", "RENDER": "1", **given},
+            capture_output=True,
+            text=True,
+            timeout=30,
+        )
+        assert done.returncode == 0 and not done.stderr, done.stderr
+        steps = [shlex.split(line) for line in done.stdout.splitlines()]
+        assert len(steps) == len(expected)
+        assert all(set(words) <= set(step) for words, step in zip(expected, steps)), done.stdout
+
+
 def test_the_container_of_a_second_regression_sees_its_run_its_logs_and_its_summary(tmp_path):
     given = {"CONTAINER": "/a.sqsh", "SLURM_RESTART_COUNT": "1", "SUMMARY": "/reports/r3.md"}
     _, (step,) = render(tmp_path, "r3_regression", **given)
