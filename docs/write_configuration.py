@@ -46,7 +46,7 @@ Three tables take names that are not ours:
 
 `r3_mismatch_threshold` may also come from the environment, as `R3_MISMATCH_THRESHOLD` or its alias
 `MILES_TEST_R3_THRESHOLD`: below flags and file, above the default. Keys alone are read from other
-variables: `R3TRAIN_ENGINE_API_KEY` (slurm.md), `R3TRAIN_JUDGE_API_KEY` (data.md) and
+variables: `R3TRAIN_ENGINE_API_KEY` (several_machines.md), `R3TRAIN_JUDGE_API_KEY` (data.md) and
 `R3TRAIN_TEACHER_API_KEY` (algorithms.md).
 Unknown flags, tables and keys are errors that name the nearest known one. An editor that reads
 `r3train.schema.json` (`#:schema r3train.schema.json` in a file's first line, as in configs/) finds them while

@@ -98,7 +98,7 @@ def check_gpus(config: RunConfig, node: Node, rank: StageRanks | None) -> Findin
         taken = [gpu for gpus in servers for gpu in gpus]
     except ValueError as error:
         remedy = (
-            "docs/slurm.md says who takes which GPU; if this node has fewer than "
+            "docs/several_machines.md says who takes which GPU; if this node has fewer than "
             f"{node.num_ranks} ranks, give their number with --nproc-per-node"
         )
         yield problem("servers", str(error), remedy)

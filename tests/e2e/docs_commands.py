@@ -108,6 +108,13 @@ RULES = (
     ),
     Rule(r"r3train (train|serve) .*qwen3_30b_a3b", Kind.PLAN),
     Rule(
+        r"r3train launch |r3train train --config tiny_cpu --nnodes 2 ",
+        Kind.ELSEWHERE,
+        "needs hosts, or two terminals",
+        "tests/e2e/test_launch_over_ssh.py"
+        "::test_a_run_of_two_hosts_trains_with_what_it_was_given_and_prints_by_host",
+    ),
+    Rule(
         r".*sbatch .*train_multi_node",
         Kind.ELSEWHERE,
         "needs sixteen nodes",
