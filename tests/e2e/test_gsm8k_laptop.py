@@ -9,6 +9,7 @@ import pytest
 from click.testing import CliRunner
 from pyarrow import parquet
 from tests.browser import chromium
+from tests.debian_packages import installed
 from tests.e2e import checkouts, docs_commands, jobs
 from tests.e2e.test_docs_commands import run
 from tests.unit.observe.test_sinks import history, offline_runs, records
@@ -53,7 +54,7 @@ def test_the_laptops_commands_train_with_r3_proved_and_evaluate(laptop):
 
 
 async def test_the_laptops_report_is_a_page_of_a_browser_with_the_curve(laptop, tmp_path):
-    program = chromium.install()
+    program = installed("chromium", "chromium", "fonts-dejavu-core")
     if program is None:
         pytest.skip("not run: no Chromium, and it cannot be installed here (Debian, as root)")
     assert CliRunner().invoke(main, ["report", str(laptop)]).exit_code == 0
