@@ -38,17 +38,18 @@ WHOLE_TESTS := $(LONGEST) $(filter-out $(LONGEST),$(sort $(wildcard tests/e2e/te
 BIN := .venv/bin
 # -qq: errors alone
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-warn-conflicts
-# bench.txt goes into .venv-trl
+# bench.txt goes into .venv-trl, docs.txt into .venv-site
 # gpu.txt is a lock for other machines
-PINS := $(filter-out requirements/bench.txt requirements/gpu.txt,$(sort $(wildcard requirements/*.txt)))
+PINS := $(filter-out $(patsubst %,requirements/%.txt,bench docs gpu),$(sort $(wildcard requirements/*.txt)))
 KEY := $(shell cat $(PINS) pyproject.toml | cksum | tr ' ' '-')-$(notdir $(PYTHON))
 CPU_STAMP := .venv/.cpu-$(KEY)
 DEV_STAMP := .venv/.dev-$(KEY)
 BENCH_KEY := $(shell cat requirements/bench.txt requirements/constraints.txt | cksum | tr ' ' '-')-$(notdir $(PYTHON))
 BENCH_STAMP := .venv-trl/.bench-$(BENCH_KEY)
+SITE_STAMP := .venv-site/.site-$(shell cksum < requirements/docs.txt | tr ' ' '-')-$(notdir $(PYTHON))
 PYTHON_VERSION := import sys; print(*sys.version_info[:2], sep=".")
 
-.PHONY: help venv dev demo test test-slow test-long lint format docs verify bench bench-venv gpu-smoke lock clean
+.PHONY: help venv dev demo test test-slow test-long lint format docs site verify bench bench-venv gpu-smoke lock clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -116,6 +117,17 @@ docs: dev  ## Write docs/configuration.md, docs/metrics.md and r3train.schema.js
 	$(BIN)/python docs/write_configuration.py
 	$(BIN)/python docs/write_metrics.py
 
+# mkdocs brings versions of its own: it never enters .venv
+$(SITE_STAMP):
+	@[ -n "$(PYTHON)" ] || { echo "Python 3.11 or 3.12 is needed: make PYTHON=/path/to/python3.11"; exit 1; }
+	@$(PYTHON) -m venv --clear .venv-site
+	@.venv-site/bin/python -m pip install -qq --disable-pip-version-check -r requirements/docs.txt
+	@touch $@
+
+site: $(SITE_STAMP)  ## Build docs/ as a site with search in site/; a broken link fails
+	NO_MKDOCS_2_WARNING=1 .venv-site/bin/mkdocs build  # --quiet would hide warnings from strict
+	@echo "built: python -m http.server --directory site (search needs a server; the pages open without one)"
+
 verify: venv  ## Prove R3 over topologies, and that planted bugs are caught
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.oracle.verify_planted --mutations
 
@@ -144,5 +156,5 @@ lock:  ## Write requirements/gpu.txt anew from pyproject.toml, with uv
 	    --no-emit-package transformer-engine-cu12 --no-annotate --no-header --quiet --output-file requirements/gpu.txt
 
 clean:  ## Remove .venv, caches and build output; runs/ stays
-	rm -rf .venv .venv-trl build *.egg-info .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-trl .venv-site site build *.egg-info .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
