@@ -109,13 +109,15 @@ lint: dev  ## Check style, layers and that generated pages and r3train.schema.js
 	$(BIN)/lint-imports
 	$(BIN)/python docs/write_configuration.py --check
 	$(BIN)/python docs/write_metrics.py --check
+	$(BIN)/python docs/write_compare.py --check
 
 format: dev  ## Format the code with black
 	$(BIN)/black .
 
-docs: dev  ## Write docs/configuration.md, docs/metrics.md and r3train.schema.json from the code
+docs: dev  ## Write docs/configuration.md, metrics.md, flags of compare.md and r3train.schema.json from the code
 	$(BIN)/python docs/write_configuration.py
 	$(BIN)/python docs/write_metrics.py
+	$(BIN)/python docs/write_compare.py
 
 # mkdocs brings versions of its own: it never enters .venv
 $(SITE_STAMP):

@@ -16,7 +16,8 @@ from pydantic.fields import FieldInfo
 from r3train.config.cross_checks import requirements_of
 from r3train.config.run import RunConfig
 from r3train.config.section import Section
-from r3train.config.sources import FILE_FIELD, PEERS, ConfigError, Place, flag_name, nearest, places
+from r3train.config.peers import PEERS
+from r3train.config.sources import FILE_FIELD, ConfigError, Place, flag_name, nearest, places
 
 # settings of ``--help``; the others are in its sections
 MOST_USED = (

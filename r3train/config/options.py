@@ -25,13 +25,13 @@ from r3train.config.help_text import (
     sections,
     without_none,
 )
+from r3train.config.peers import PEERS
 from r3train.config.recipes import recipe_names
 from r3train.config.run import RunConfig
 from r3train.config.sources import (
     ConfigError,
     FILE_FIELD,
     flag_name,
-    PEERS,
     Place,
     nearest,
     places,
@@ -133,10 +133,12 @@ class TrainCommand(click.Command):
         name, equals, value = word.partition("=")
         if not equals:
             return ""
-        name = name.rpartition(".")[2].lstrip("+")
-        name = PEERS.get(name, name)
-        known = name in places(RunConfig)
-        return ": flags are --name value" + (f": {flag_name(name)} {value}" if known else "")
+        name, known = name.lstrip("+"), places(RunConfig)
+        short = name.rpartition(".")[2]
+        here = PEERS.get(name) or (short if short in known else PEERS.get(short, ""))
+        if here in known:
+            return f": flags are --name value: {flag_name(here)} {value}"
+        return ": flags are --name value." + (f" Here it is {here}." if here else "")
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the settings that most runs give, one section (``--help SECTION``), or all sections."""

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from r3train.config.files import MAX_TOML_BYTES, parse_toml
+from r3train.config.peers import PEERS
 
 if TYPE_CHECKING:
     from r3train.config.run import RunConfig
@@ -34,42 +35,6 @@ TABLE_FIELDS = ("transformer_overrides", "optimizer_overrides", "sglang")
 MOST_SHOWN = 1000
 # a field that only a TOML file can set
 FILE_FIELD = "datasets"
-
-
-# settings of Megatron, slime, miles, verl and TRL by the names that they have there, and here
-PEERS = {
-    "actor_num_gpus_per_node": "torchrun --nproc-per-node",
-    "actor_num_nodes": "torchrun --nnodes",
-    "balance_data": "always on",
-    "buffer_filter_path": "rollout_filter, stale_policy",
-    "ckpt_step": "load with the directory of one checkpoint",
-    "custom_generate_function_path": "environment",
-    "debug_train_only": "replay_rollouts",
-    "profile": "use_pytorch_profiler",
-    "dynamic_sampling_filter_path": "rollout_filter",
-    "finetune": "load_model_only",
-    "learning_rate": "lr",
-    "load_debug_rollout_data": "replay_rollouts",
-    "max_completion_length": "rollout_max_response_len",
-    "max_prompt_length": "rollout_max_prompt_len",
-    "micro_batch_size": "max_tokens_per_gpu",
-    "moe_enable_routing_replay": "use_rollout_routing_replay",
-    "num_epoch": "num_rollout",
-    "num_generations": "n_samples_per_prompt",
-    "num_steps_per_rollout": "global_batch_size",
-    "partial_rollout": "pause_generation_mode",
-    "rollout_function_path": "environment",
-    "rollout_num_gpus": "rollout_num_engines, sglang_tp_size",
-    "rollout_num_gpus_per_engine": "sglang_tp_size",
-    "save_debug_rollout_data": "dump_rollouts",
-    "train_files": "prompt_data",
-    "train_iters": "num_rollout",
-    "update_weights_interval": "max_weight_staleness",
-    "use_dynamic_batch_size": "max_tokens_per_gpu",
-    "use_kl_loss": "kl_loss_coef above 0",
-    "use_routing_replay": "use_rollout_routing_replay",
-    "wandb_key": "the environment's WANDB_API_KEY",
-}
 
 
 class ConfigError(ValueError):

@@ -11,7 +11,8 @@ from click.testing import CliRunner
 from r3train.config import RunConfig
 from r3train.config.help_text import PASSTHROUGH_HELP
 from r3train.config.options import train_options, usage_errors
-from r3train.config.sources import flag_name, PEERS, places
+from r3train.config.peers import FRAMEWORKS
+from r3train.config.sources import flag_name, places
 
 REQUIRED = (
     "--hf-checkpoint m --prompt-data p.jsonl --num-rollout 2 --rollout-batch-size 4"
@@ -240,13 +241,25 @@ def test_a_wrong_flag_ends_with_code_2_and_says_what_is_wrong(words, message):
     assert message in " ".join(refused(*words.split()).split())
 
 
-@pytest.mark.parametrize("name", PEERS)
-def test_a_peers_setting_is_answered_with_its_name_here(name):
-    assert f"Here it is {PEERS[name]}." in " ".join(refused(flag_name(name)).split())
+@pytest.mark.parametrize(
+    "name, here", [pair for names in FRAMEWORKS.values() for pair in names.items()]
+)
+def test_a_setting_of_another_framework_is_answered_with_its_name_here(name, here):
     known = places(RunConfig)
-    assert name not in known
-    fields = [word for word in re.findall(r"\w+_\w+", PEERS[name]) if word.islower()]
+    fields = re.findall(r"\w+_\w+", here.replace("WANDB_API_KEY", ""))
     assert all(word in known or word.startswith("sglang_") for word in fields)
+    if "." not in name:
+        assert name not in known
+        assert f"Here it is {here}." in " ".join(refused(flag_name(name)).split())
+    else:
+        answer = f": {flag_name(here)} 3" if here in known else f"Here it is {here}."
+        assert answer in " ".join(refused(f"{name}=3").split())
+
+
+def test_a_name_without_its_tables_is_ours_first_and_theirs_if_it_has_one_meaning():
+    assert ": --tensor-model-parallel-size 3" in refused("a.tensor_model_parallel_size=3")
+    assert "Here it is" not in refused("a.path=3")  # a model's, or a reward function's
+    assert "Here it is prompt_data" in refused("--train-files")
 
 
 def test_missing_required_fields_are_all_named():
