@@ -86,7 +86,7 @@ STEPS = (
         "the evidence of that job holds, read alone",
         2,
     ),
-    _job("colocated", _TURNS, "server and rank on one GPU in turns, every step proved"),
+    _job("colocated", _TURNS, "server and rank colocated on one GPU, every step proved"),
     Step(
         "colocated_evidence",
         "r3train check-evidence runs/gpu/colocated",
@@ -113,7 +113,7 @@ STEPS = (
         "optimizer",
         f"{_TURNS} --optimizer-override use_precision_aware_optimizer=true"
         " --optimizer-override exp_avg_dtype=bf16 --optimizer-override exp_avg_sq_dtype=bf16",
-        "Transformer Engine's FusedAdam with moments in bfloat16, which leave the GPU in turns",
+        "Transformer Engine's FusedAdam with moments in bfloat16, which move to the host and back",
     ),
     _job(
         "tp2",

@@ -111,7 +111,7 @@ def check_gpus(config: RunConfig, node: Node, rank: StageRanks | None) -> Findin
         )
         yield warning("servers", text, remedy)
     elif taken:  # colocated, one of the two at a time
-        whose = "in turns with the ranks" if config.rollout.colocate else "no rank does"
+        whose = "colocated with the ranks" if config.rollout.colocate else "no rank does"
         yield ok("servers", f"SGLang takes {gpus}, {whose}")
     if rank is None:
         return

@@ -210,7 +210,7 @@ def _server_lines(
     server = estimate_server(config, model, gpu_bytes, longest_prompt)
     share = min(1.0, server.pool_tokens / server.needed_tokens)
     verdict = "all fit" if share == 1 else f"{share:.0%} fit, the others wait"
-    where = "in turns with the ranks, " if config.rollout.colocate else ""
+    where = "colocated with the ranks, " if config.rollout.colocate else ""
     yield (
         f"each server, {where}of {server.gpus} GPU{'s' * (server.gpus != 1)}: weights"
         f" {amount(server.weights)} a GPU, a pool of {server.pool_tokens:,} tokens;"
