@@ -116,20 +116,20 @@ def claim_facts(audit: Audit) -> dict[str, str]:
     n, a = audit.numbers, audit.agreement
     if not n:
         return dict.fromkeys(_CLAIM_WORDS, "")
-    replayed = f"{n['rows_replayed']} rows replayed, fingerprints re-added over "
+    replayed = f"{n['rows_replayed']:,} rows replayed, fingerprints re-added over "
     facts = {
         "applied": replayed
         + _amount(n["ranks"], "rank")
         + (
-            f"; {n['rows_of_sampling_mask']} rows of sampling masks"
+            f"; {n['rows_of_sampling_mask']:,} rows of sampling masks"
             if n["rows_of_sampling_mask"]
             else ""
         )
         + (
             f"; {_amount(n['slots_dropped'], 'slot')} dropped by rule" if n["slots_dropped"] else ""
         ),
-        "covered": f"{n['num_calls']} of {n['num_calls_expected']} calls; rows filled {n['rows_filled']}, "
-        f"padding {n['rows_padding']}, native {n['rows_native']}, duplicate {n['duplicate_rows']}",
+        "covered": f"{n['num_calls']:,} of {n['num_calls_expected']:,} calls; rows filled {n['rows_filled']:,}, "
+        f"padding {n['rows_padding']:,}, native {n['rows_native']:,}, duplicate {n['duplicate_rows']:,}",
         "agreement": "",
         RECHECK: "no sample was rechecked by its server",
     }
@@ -137,8 +137,8 @@ def claim_facts(audit: Audit) -> dict[str, str]:
     if again["parts"]:
         facts[RECHECK] = (
             f"{_amount(again['samples'], 'sample')} rechecked: other experts in "
-            f"{again['rows_differ']} of {again['rows']} rows, {again['log_probs_differ']} of "
-            f"{again['log_probs']} log-probs off"
+            f"{again['rows_differ']:,} of {again['rows']:,} rows, {again['log_probs_differ']:,} of "
+            f"{again['log_probs']:,} log-probs off"
         )
     if a:
         facts["agreement"] = (

@@ -45,7 +45,7 @@ def test_a_correct_run_passes_and_every_claim_says_on_what(tmp_path):
     result = check(write_run(tmp_path / "run"))
     assert result.exit_code == 0, result.output
     for words in (
-        "3600 rows replayed, fingerprints re-added over 2 ranks",
+        "3,600 rows replayed, fingerprints re-added over 2 ranks",
         "36 of 36 calls; rows filled 144, padding 216, native 0, duplicate 0",
         "same experts in 90.00% of rows",
         "no sample was rechecked by its server",
