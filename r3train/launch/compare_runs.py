@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 import numpy as np
 
-from r3train.config.files import read_toml
 from r3train.config.options import usage_errors
-from r3train.launch.run_dir import CONFIG_FILE
 from r3train.loop.replay_source import load_rollout
 from r3train.observe.metrics import numbers, read_metrics
 from r3train.audit.audit_run import audit_run
+from r3train.report.report_data import read_settings
 
 # what two starts of one run differ in, and says nothing about what they compute
 _OF_THE_START = ("run", "checkpoint", "trackers", "faults")
@@ -43,7 +42,7 @@ def compare(run_dirs: tuple[Path, Path], noise: float) -> None:
     with usage_errors():
         try:
             records = [read_metrics(path) for path in run_dirs]
-            settings = [dict(_settings(path)) for path in run_dirs]
+            settings = [_settings(path) for path in run_dirs]
         except OSError as error:
             raise ValueError(
                 f"{error.filename}: {error.strerror}: is it a run directory?"
@@ -76,14 +75,9 @@ def compare(run_dirs: tuple[Path, Path], noise: float) -> None:
     sys.exit(1 if found or tokens else 0)
 
 
-def _settings(run_dir: Path) -> Iterator[tuple[str, Any]]:
-    try:
-        tables = read_toml(run_dir / CONFIG_FILE)
-    except ValueError as error:
-        raise ValueError(f"{run_dir / CONFIG_FILE}: {error}") from None
-    for section, table in tables.items():
-        if section not in _OF_THE_START:
-            yield from ((f"{section}.{name}", value) for name, value in table.items())
+def _settings(run_dir: Path) -> dict[str, Any]:
+    found = read_settings(run_dir)
+    return {k: v for k, v in found.items() if k.partition(".")[0] not in _OF_THE_START}
 
 
 def first_metric(

@@ -202,6 +202,7 @@ def train(
     from r3train.observe.metrics import MetricsWriter
     from r3train.observe.profiler import StepProfiler
     from r3train.observe.sinks import open_sinks
+    from r3train.observe.starts import record_start
     from r3train.proof.writer import EvidenceWriter
 
     gc.freeze()
@@ -219,6 +220,8 @@ def train(
     routes = build_routes(config, job.hf)
     parts.callback(routes.close)  # closed after the engines, whose requests may use it
     if rank == 0:
+        ranks = torchruns_number("WORLD_SIZE", 1)
+        record_start(run_dir, start_stamp(), resume.start_rollout_id, PARENT, ranks, device)
         _show_job(job, run_dir, resume, display)
         engines = build_engines(job, run_dir, display, resume, routes, servers)
         parts.callback(engines.close)

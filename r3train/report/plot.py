@@ -131,6 +131,7 @@ _TITLE: dict[str, Any] = {"loc": "left", "fontweight": "bold", "pad": 18}
 
 def _draw(axes: Axes, line_chart: Chart) -> None:
     points = [point for line in line_chart.lines for point in line.points]
+    bounds: list[float] = []
     for line in line_chart.lines:
         if line.points:
             # A space first: matplotlib leaves out what begins with an underscore.
@@ -138,7 +139,13 @@ def _draw(axes: Axes, line_chart: Chart) -> None:
             if len(line.points) <= _MARKED:
                 style |= {"marker": "o", "ms": 3}
             style |= {"color": PALETTE[line.run % len(PALETTE)], "lw": 1.6}
-            axes.errorbar(*zip(*line.points), yerr=line.errors or None, capsize=2, **style)
+            steps, values = map(np.asarray, zip(*line.points))
+            if line.band and line.errors:
+                low, high = values - line.errors, values + line.errors
+                axes.fill_between(steps, low, high, color=style["color"], alpha=0.14, lw=0)
+                bounds += [*low, *high]
+            bars = line.errors if line.errors and not line.band else None
+            axes.errorbar(steps, values, yerr=bars, capsize=2, **style)
     axes.set_title(line_chart.title, **_TITLE)
     axes.text(0, 1.02, line_chart.note, transform=axes.transAxes, fontsize=8, color=_GREY)
     missing = [part for text in line_chart.missing for part in textwrap.wrap(text, 100)]
@@ -151,8 +158,8 @@ def _draw(axes: Axes, line_chart: Chart) -> None:
     if line_chart.log:
         axes.set_yscale("log")
     else:
-        values = [value for _, value in points]
-        axes.set_ylim(axis_range(min(values), max(values), log=False))
+        bounds += [value for _, value in points]
+        axes.set_ylim(axis_range(min(bounds), max(bounds), log=False))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=12, steps=[1, 2, 5, 10]))
     axes.grid(alpha=0.25)
     for side in ("top", "right"):

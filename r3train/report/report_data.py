@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from r3train.config.files import read_toml
+from r3train.config.sources import SET_NAME
 from r3train.data.json_lines import read_lines
-from r3train.observe.metrics import numbers, read_evaluations, read_metrics, SAMPLES_FILE
+from r3train.observe.metrics import (
+    eval_rows_path,
+    numbers,
+    read_evaluations,
+    read_metrics,
+    SAMPLES_FILE,
+)
+from r3train.observe.starts import read_starts, Start
 from r3train.audit.audit_run import audit_run
 from r3train.audit.findings import Audit, AuditedStep, ranges
 from r3train.proof.verdicts import FAILED, NO_EVIDENCE, PASSED
 
 STEP_S, ROLLOUT_S, R3_PASSED = "perf/step_s", "perf/rollout_s", "r3/passed"
+REWARD, TOKENS = "rollout/reward_mean", "rollout/tokens"
 _CONFIG_FILE = "config.toml"
 DRIFT_OF_LAYER = "r3/drift_left_layer_"  # and the layer's number
 # Parts of a step's wall time in the order of the loop: name, metric, the part that it lies within.
@@ -74,10 +85,10 @@ class StepCheck:
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """One line of samples.jsonl, as far as a report shows it."""
+    """One line of samples.jsonl, or an answer of an evaluation, as far as a report shows it."""
 
     kind: Literal["worst", "slowest", "best"]
-    step: int
+    step: int  # of an answer the weight version
     reward: float
     response_len: int
     text: str
@@ -112,10 +123,18 @@ class RunCurves:
 class RunReport(RunCurves):
     """One run's metrics, evidence and samples; parts that are missing are empty."""
 
-    uses_r3: bool | None  # None: not known
+    settings: dict[str, Any] | None  # by "section.name"; None: not known
+    starts: list[Start]
     audit: Audit
     samples: list[Sample]
     evaluations: dict[str, list[dict[str, Any]]]  # numbers, by set
+    answers: dict[str, list[Sample]]  # of the last evaluation, by set
+
+    @property
+    def uses_r3(self) -> bool | None:
+        """The run's setting of routing replay; None where it is not known."""
+        value = (self.settings or {}).get("replay.use_rollout_routing_replay")
+        return value if isinstance(value, bool) else None
 
     @cached_property
     def heat(self) -> HeatMap | None:
@@ -182,13 +201,23 @@ class RunReport(RunCurves):
             values = values[-max(1, len(values) // 10) :]
         return sum(values) / len(values) if values else None
 
+    def total(self, key: str) -> float:
+        """The sum over the steps; 0 without a number."""
+        return sum(value for _, value in self.series(key))
+
+    def until(self, key: str, scale: float = 1.0) -> list[tuple[int, float]]:
+        """Each step with the sum of all up to it, times ``scale``; [] for a run without numbers."""
+        values = dict(self.series(key))
+        sums = accumulate(scale * values.get(record["step"], 0.0) for record in self.records)
+        return list(zip((r["step"] for r in self.records), sums)) if any(values.values()) else []
+
     def times(self) -> dict[str, float]:
         """Seconds of the whole run by name, in the order of ``TIMES``, then the unnamed ones."""
-        sums = {name: sum(v for _, v in self.series(key)) for name, key, _ in TIMES}
+        sums = {name: self.total(key) for name, key, _ in TIMES}
         for name, _, within in TIMES:
             if within:
                 sums[within] = max(0.0, sums[within] - sums[name])
-        total = sum(v for _, v in self.series(STEP_S))
+        total = self.total(STEP_S)
         sums["other"] = max(0.0, total - sum(sums.values()))
         return {name: value for name, value in sums.items() if value > 0}
 
@@ -214,24 +243,66 @@ def load_run(path: Path, name: str) -> RunReport:
         records = read_metrics(path)
     except FileNotFoundError:
         raise ValueError(f"{path}: no metrics.jsonl: is it a run directory?") from None
+    try:
+        settings = read_settings(path)
+    except FileNotFoundError:
+        settings = None
+    evaluations = _evaluations(path)
     return RunReport(
         name,
         records,
-        uses_r3=_uses_r3(path),
+        settings=settings,
+        starts=read_starts(path),
         audit=audit_run(path, keep_steps=True),
         samples=_to_report(_read_samples(path / SAMPLES_FILE)),
-        evaluations=_evaluations(path),
+        evaluations=evaluations,
+        answers={of: _answers(path, of, lines[-1]["step"]) for of, lines in evaluations.items()},
     )
 
 
-def _read_samples(path: Path) -> list[Sample]:
+def read_settings(run_dir: Path) -> dict[str, Any]:
+    """The settings of a run, by "section.name"; raises FileNotFoundError without config.toml, and ValueError."""
+    path = run_dir / _CONFIG_FILE
+    try:
+        return flat(read_toml(path))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def flat(table: Mapping[str, Any], start: str = "") -> dict[str, Any]:
+    """The values of nested tables, by their names with dots between."""
+    out: dict[str, Any] = {}
+    for name, value in table.items():
+        if isinstance(value, dict):
+            out |= flat(value, f"{start}{name}.")
+        else:
+            out[f"{start}{name}"] = value
+    return out
+
+
+def _read_samples(
+    path: Path, as_sample: Callable[[dict[str, Any]], Mapping[str, Any]] = dict
+) -> list[Sample]:
+    """The samples of a file's lines; ``as_sample`` gives a line the keys of a sample."""
     samples = []
     for number, record in enumerate(read_lines(path) if path.exists() else (), start=1):
         try:
-            samples.append(msgspec.convert(record, Sample))
+            samples.append(msgspec.convert(as_sample(record), Sample))
         except msgspec.ValidationError as error:
             raise ValueError(f"{path}:{number}: {error}") from None
     return samples
+
+
+def _answers(run_dir: Path, name: str, version: int) -> list[Sample]:
+    """The lowest and the highest rewards of an evaluation of ``version``."""
+    if not re.match(SET_NAME, name):  # of a stranger's file, it may lead out of the directory
+        return []
+
+    def as_sample(row: dict[str, Any]) -> dict[str, Any]:
+        return {**row, "kind": "worst", "step": version, "text": row.get("answer")}
+
+    lowest = _read_samples(eval_rows_path(run_dir, version, name), as_sample)
+    return _to_report([*lowest, *(msgspec.structs.replace(s, kind="best") for s in lowest)])
 
 
 def _evaluations(run_dir: Path) -> dict[str, list[dict[str, Any]]]:
@@ -242,18 +313,6 @@ def _evaluations(run_dir: Path) -> dict[str, list[dict[str, Any]]]:
         of_set = {k.removeprefix(start): v for k, v in record.items() if k.startswith(start)}
         sets.setdefault(record["name"], []).append({"step": record["step"], **of_set})
     return dict(sorted(sets.items()))
-
-
-def _uses_r3(run_dir: Path) -> bool | None:
-    """The run's setting of routing replay; None where it is not known."""
-    try:
-        replay = read_toml(run_dir / _CONFIG_FILE).get("replay")
-    except FileNotFoundError:
-        return None
-    except ValueError as error:
-        raise ValueError(f"{run_dir / _CONFIG_FILE}: {error}") from None
-    value = replay.get("use_rollout_routing_replay") if isinstance(replay, dict) else None
-    return value if isinstance(value, bool) else None
 
 
 def columns_of(steps: Sequence[_T]) -> list[Sequence[_T]]:

@@ -8,7 +8,17 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from r3train.report.report_data import columns_of, HeatMap, RunCurves, RunReport, StepCheck
+from r3train.observe.metric_table import row_of
+from r3train.report.report_data import (
+    columns_of,
+    HeatMap,
+    REWARD,
+    RunCurves,
+    RunReport,
+    STEP_S,
+    StepCheck,
+    TOKENS,
+)
 from r3train.audit.findings import ranges
 from r3train.proof.verdicts import FAILED, NO_EVIDENCE, PASSED
 
@@ -20,17 +30,26 @@ _MAX_POINTS = 1000
 _MAX_MARKED = 60  # points of a line that has a mark at each
 _MAX_NAMED = 8  # failed steps of a strip
 
+_STD, _PASS_AT = "rollout/reward_std", "rollout/pass_at_"
+_RATE, _PUBLISHED = "perf/tokens_per_s", "perf/published_bytes"
 _FAR, _P999 = "train/log_prob_gap_far_share", "train/log_prob_gap_p999"
 # title: note, metrics of which the second is dashed; those of _LOG have a logarithmic axis
 CHARTS = {
-    "Reward": ("mean over the samples of a step", "rollout/reward_mean"),
+    "Reward": ("mean over the samples of a step, with their standard deviation", REWARD),
+    "Groups of equal rewards": ("they teach nothing", "rollout/zero_variance_groups"),
+    "Response length": ("tokens, mean", "rollout/response_len_mean"),
+    "Truncated responses": (
+        "share of responses cut at their longest length",
+        "rollout/truncated_share",
+    ),
     "Loss": ("", "train/loss"),
+    "Learning rate": ("of the step's last optimizer step", "train/lr"),
+    "Gradient norm": ("before clipping", "train/grad_norm"),
+    "Clipped tokens": ("share of loss tokens whose ratio was clipped", "train/clip_share"),
     "Entropy": ("nats per token, of the actor", "train/entropy"),
-    "Response length": ("tokens", "rollout/response_len_mean"),
     "Staleness": ("weight versions behind, mean", "rollout/staleness_mean"),
     "Slowest sample": ("seconds of generation", "rollout/generation_s_max"),
-    "Throughput": ("generated tokens per second of wall time", "perf/tokens_per_s"),
-    "Gradient norm": ("before clipping", "train/grad_norm"),
+    "Throughput": ("generated tokens per second of wall time", _RATE),
     "Log-prob gap": (
         "|actor - engine|, nats: mean; dashed: the largest of a token",
         *("train/log_prob_gap_mean", "train/log_prob_gap_max"),
@@ -77,11 +96,15 @@ class Line:
     points: Sequence[tuple[float, float]]  # (step, value)
     dashed: bool = False
     errors: Sequence[float] = ()  # of each point, half the length of its bar; empty: no bars
+    band: bool = False  # the errors are a band around the line, and no bars
 
 
 @dataclass(frozen=True)
 class Chart:
-    """Lines over the steps; ``missing`` names the numbers that no axis can show."""
+    """Lines over the steps; ``missing`` names the numbers that are not drawn.
+
+    about: what each metric means, a line each.
+    """
 
     title: str
     note: str
@@ -89,11 +112,13 @@ class Chart:
     log: bool = False
     missing: Sequence[str] = ()
     over: str = "step"
+    about: str = ""
 
 
 def charts(runs: Sequence[RunReport]) -> list[Chart]:
     """Every line chart for which one run has a number at least, or one that cannot be drawn."""
-    out = [*_evaluations(runs), *(chart(title, runs) for title in CHARTS), _coverage(runs)]
+    reward, *others = (chart(title, runs) for title in CHARTS)
+    out = [*_evaluations(runs), reward, _pass_at(runs), *others, _coverage(runs)]
     return [c for c in out if c.missing or any(line.points for line in c.lines)]
 
 
@@ -104,11 +129,45 @@ def chart(title: str, runs: Sequence[RunCurves]) -> Chart:
     for i, run in enumerate(runs):
         for key, name in zip(keys, (run.name, f"{run.name}, dashed")):
             points = run.series(key, positive=log)
-            lines.append(Line(i, name, points, dashed=name != run.name))
             if words := run.left_out(key, positive=log):
                 axis = " (logarithmic axis)" if log else ""
                 missing.append(f"{name}: not drawn{axis}: {words}")
-    return Chart(title, note, lines, log, missing)
+            if key == _RATE and len(points) > 1 and _ends_without_update(run):
+                step, rate = points.pop()
+                note += (
+                    f"; not drawn: {rate:,.0f} of {name} at its last step, which publishes nothing"
+                )
+            errors = dict(run.series(_STD)) if key == REWARD else {}
+            errors = [errors[s] for s, _ in points] if errors.keys() >= dict(points).keys() else []
+            lines.append(Line(i, name, points, name != run.name, errors, band=key == REWARD))
+    return Chart(title, note, lines, log, missing, about=_about(keys))
+
+
+def _about(keys: Sequence[str]) -> str:
+    rows = ((key, row_of(key)) for key in keys)
+    return "\n".join(f"{key}: {row.meaning}" for key, row in rows if row is not None)
+
+
+def _ends_without_update(run: RunCurves) -> bool:
+    """Whether the last step alone published no weights: it is shorter than all others."""
+    published = [_PUBLISHED in record for record in run.records]
+    return not published[-1] and all(published[:-1])
+
+
+def _pass_at(runs: Sequence[RunReport]) -> Chart:
+    """pass@k of the rollouts: of the largest k, and dashed pass@1."""
+    keys = {key for run in runs for record in run.records for key in record}
+    ks = sorted(
+        int(n) for key in keys if (n := key.removeprefix(_PASS_AT)) != key and n.isdecimal()
+    )
+    shown = {k: f"{_PASS_AT}{k}" for k in (ks[-1:] + ks[:1] if len(ks) > 1 else ks)}
+    lines = []
+    for i, run in enumerate(runs):
+        for k, key in shown.items():
+            dashed = k != ks[-1]
+            lines.append(Line(i, f"{run.name}, pass@{k}", run.series(key), dashed))
+    note = "; ".join(("dashed: " if k != ks[-1] else "") + f"pass@{k}" for k in shown)
+    return Chart("pass@k of the rollouts", note, lines, about=_about([*shown.values()]))
 
 
 def _evaluations(runs: Sequence[RunReport]) -> list[Chart]:
@@ -155,9 +214,12 @@ def chart_figure(chart: Chart) -> dict[str, Any] | None:
     for line, points in drawn:
         # The lines of the first runs are wider: they stay visible below a later one like them.
         width = 1.6 if line.dashed else 1.8 + min(3.0, 1.5 * (last_run - line.run))
+        if line.band and line.errors:
+            data.append(_band(line, points))
         data.append(
             {
                 "type": "scatter",
+                "meta": line.run,
                 "name": escape(line.name),  # plotly reads markup in names
                 "x": [step for step, _ in points],
                 "y": [value for _, value in points],
@@ -170,7 +232,7 @@ def chart_figure(chart: Chart) -> dict[str, Any] | None:
                 },
             }
         )
-        if line.errors and len(points) == len(line.points):
+        if line.errors and not line.band and len(points) == len(line.points):
             data[-1]["error_y"] = {"array": list(line.errors), "thickness": 1, "width": 3}
     steps = [step for _, points in drawn for step, _ in points]
     x_axis = {"title": {"text": chart.over, "standoff": 4}, "tickformat": "d", "nticks": 8}
@@ -180,7 +242,21 @@ def chart_figure(chart: Chart) -> dict[str, Any] | None:
     if chart.log:
         exponents = {"exponentformat": "power", "minor": {"ticks": ""}}
         y_axis |= {"type": "log", "range": [math.log10(low), math.log10(high)], **exponents}
-    return {"data": data, "layout": _layout(220, x_axis, y_axis) | {"hovermode": "x unified"}}
+    return {"data": data, "layout": _layout(202, x_axis, y_axis) | {"hovermode": "x unified"}}
+
+
+def _band(line: Line, points: Sequence[tuple[float, float]]) -> dict[str, Any]:
+    """The area within the errors of a line, whose ``points`` are thinned."""
+    errors = [e for _, e in thinned([(step, e) for (step, _), e in zip(line.points, line.errors)])]
+    steps = [step for step, _ in points]
+    above = [value + error for (_, value), error in zip(points, errors)]
+    below = [value - error for (_, value), error in zip(points, errors)]
+    return {
+        **{"type": "scatter", "meta": line.run, "name": f"{escape(line.name)}, deviation"},
+        **{"x": steps + steps[::-1], "y": above + below[::-1], "fill": "toself", "mode": "none"},
+        "fillcolor": f"{PALETTE[line.run % len(PALETTE)]}24",
+        "hoverinfo": "skip",
+    }
 
 
 def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -225,8 +301,8 @@ def strip_figure(checks: Sequence[StepCheck]) -> dict[str, Any]:
         **{"zmin": 0, "zmax": 2, "colorscale": scale, "showscale": False},
         **{"hovertemplate": "%{text}<extra></extra>", "xgap": 1 if len(columns) < 80 else 0},
     }
-    layout = _layout(124, _step_axis(len(columns)), {"fixedrange": True, "visible": False})
-    layout["margin"]["t"] = 46  # the buttons above, the failed steps below them
+    layout = _layout(100, _step_axis(len(columns)), {"fixedrange": True, "visible": False})
+    layout["margin"]["t"] = 22  # the failed steps
     return {"data": [cells], "layout": layout | {"annotations": marks}}
 
 
@@ -254,10 +330,10 @@ def heat_figure(heat: HeatMap) -> dict[str, Any]:
             "ticktext": [shown, f"{middle:.1%}", "100%" if most == 1 else f"{most:.1%}"],
         },
     }
-    height = 116 + len(heat.layers) * max(4, min(18, 360 // len(heat.layers)))
+    height = 98 + len(heat.layers) * max(4, min(18, 360 // len(heat.layers)))
     y_axis = {"type": "category", "autorange": "reversed", "nticks": 20, "title": {"text": "layer"}}
     layout = _layout(height, _step_axis(len(spans)), y_axis)
-    layout["margin"]["t"] = 60
+    layout["margin"]["t"] = 42  # the scale of colours
     return {"data": [cells], "layout": layout}
 
 
@@ -271,9 +347,10 @@ def _layout(height: int, x_axis: dict[str, Any], y_axis: dict[str, Any]) -> dict
     clear = "rgba(0,0,0,0)"  # the page's own colour shows, light or dark
     return {
         **{"height": height, "showlegend": False, "paper_bgcolor": clear, "plot_bgcolor": clear},
-        "margin": {"l": 8, "r": 8, "t": 28, "b": 40},
+        "margin": {"l": 8, "r": 8, "t": 10, "b": 40},
         "modebar": {"bgcolor": clear, "color": "#94a3b8", "activecolor": "#64748b"},
         "font": {"family": "system-ui, sans-serif", "size": 12},
         "xaxis": {"zeroline": False, "showgrid": False, "ticks": ""} | x_axis,
-        "yaxis": {"automargin": True, "zeroline": False, "ticks": ""} | y_axis,
+        "yaxis": {"automargin": True, "zeroline": False, "ticks": "", "separatethousands": True}
+        | y_axis,
     }

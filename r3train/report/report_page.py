@@ -6,6 +6,7 @@ import contextlib
 import functools
 import re
 import secrets
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -15,14 +16,17 @@ from plotly.offline import get_plotlyjs
 
 from r3train.config.files import write_atomically
 from r3train.config.sources import plain
-from r3train.report.report_data import load_run, RunReport, StepCheck
+from r3train.report.report_data import load_run, RunReport, STEP_S, StepCheck, TOKENS
 from r3train.report.report_figures import (
     PALETTE,
     chart_figure,
     charts,
     heat_figure,
     strip_figure,
+    thinned,
 )
+from r3train.report.run_record import facts, settings
+from r3train.observe.metrics import METRICS_FILE
 from r3train.observe.step_line import duration
 from r3train.audit.check_evidence import claim_facts, headline
 from r3train.audit.findings import MAX_FINDINGS, ranges
@@ -40,7 +44,6 @@ _COMPARED = (
         False,
     ),
     ("largest gap, mean over steps", "train/log_prob_gap_max", False),
-    ("tokens per second, mean", "perf/tokens_per_s", False),
     ("seconds per step, mean", "perf/step_s", False),
     ("seconds of rollout a step, mean", "perf/rollout_s", False),
 )
@@ -57,7 +60,11 @@ _PART_COLOURS = {
     "rollout": "#1d4ed8",
     "idle": "#64748b",
 }
+_KINDS = {"worst": "Lowest reward", "slowest": "Slowest", "best": "Highest reward"}
+_ENDINGS = {"length": "cut at the longest length", "stop": "ended by the model"}
 _VERDICTS = {PASSED: "passed", FAILED: "failed", NO_EVIDENCE: "without evidence"}
+# of --watch: between two looks at a run's files, and between two looks at the page
+_LOOK_S, _SHOW_ANEW_S = 2.0, 20
 # Half of a character beyond 16 bits, only: no encoding has it.
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -70,19 +77,44 @@ _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
     help="The page.  [default: report.html in the first RUN_DIR]",
 )
 @click.option(
+    "--watch",
+    is_flag=True,
+    help="Write the page again whenever a run has another step, until Ctrl-C; the page shows itself anew.",
+)
+@click.option(
     "--png",
     type=click.Path(path_type=Path),
     help="Also write each chart and heat map to this directory.",
 )
-def report(run_dirs: tuple[Path, ...], output: Path | None, png: Path | None) -> None:
+def report(run_dirs: tuple[Path, ...], output: Path | None, watch: bool, png: Path | None) -> None:
     """Write RUN_DIRS side by side as one self-contained HTML page."""
+    while watch:
+        seen = _sizes(run_dirs)
+        _write(run_dirs, output, png, watch=True)
+        try:
+            while _sizes(run_dirs) == seen:
+                time.sleep(_LOOK_S)
+        except KeyboardInterrupt:  # the page that stays need not be shown anew
+            watch = False
+    _write(run_dirs, output, png)
+
+
+def _sizes(run_dirs: Sequence[Path]) -> list[int]:
+    """The bytes of each run's metrics; 0 without the file."""
+    paths = (path / METRICS_FILE for path in run_dirs)
+    return [path.stat().st_size if path.is_file() else 0 for path in paths]
+
+
+def _write(
+    run_dirs: Sequence[Path], output: Path | None, png: Path | None, watch: bool = False
+) -> None:
     try:
         runs = [load_run(path, name) for path, name in zip(run_dirs, names(run_dirs))]
     except ValueError as error:
         raise click.UsageError(plain(str(error))) from None
     except OSError as error:
         raise click.UsageError(plain(f"{error.filename}: {error.strerror}")) from None
-    page = render(runs)
+    page = render(runs, watch)
     hint = "" if output else ": give --output"
     # a link of that name in a stranger's directory is replaced; one that --output names is followed
     at_own_place = output is None
@@ -109,10 +141,19 @@ def names(paths: Sequence[Path]) -> list[str]:
     return [click.format_filename("/".join(p[-depth:])) for p in parts]
 
 
-def render(runs: Sequence[RunReport]) -> str:
-    """The page, with plotly's script in it.  Texts of samples are escaped: strangers wrote them."""
+def render(runs: Sequence[RunReport], watch: bool = False) -> str:
+    """The page, with plotly's script in it.  Texts of samples are escaped: strangers wrote them.
+
+    watch: the page shows itself anew from time to time.
+    """
+    of_runs = settings(runs)
     text = _template().render(
         runs=runs,
+        facts=facts(runs),
+        settings=of_runs,
+        differing=[setting for setting in of_runs if setting.differs],
+        progress=[_progress(run) for run in runs],
+        show_anew_s=_SHOW_ANEW_S if watch else None,
         charts=charts(runs),
         compared=_compared(runs),
         palette=PALETTE,
@@ -137,6 +178,7 @@ def _template() -> jinja2.Template:
     )
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     environment.filters |= {"css": _css, "reward": _reward, "seconds": _seconds}
+    environment.globals |= {"endings": _ENDINGS, "kinds": _KINDS}
     environment.filters |= {"chart": chart_figure, "heat": heat_figure, "strip": strip_figure}
     return environment.get_template("report.html.j2")
 
@@ -154,6 +196,14 @@ def _bars(run: RunReport) -> dict[str, list[tuple[str, float, float]]]:
         if shown:
             out[title] = shown
     return out
+
+
+def _progress(run: RunReport) -> dict[str, list[float]]:
+    """The x-axes of a run: steps, and until each the tokens and the hours of all; [] of what is not known."""
+    axes = {"tokens": run.until(TOKENS), "hours": run.until(STEP_S, 1 / 3600)}
+    points = {name: thinned(axis) for name, axis in axes.items()}
+    steps = [step for step, _ in points["tokens"] or points["hours"]]
+    return {"steps": steps} | {name: [value for _, value in of] for name, of in points.items()}
 
 
 def _counts(checks: Sequence[StepCheck]) -> list[tuple[str, str]]:
@@ -198,11 +248,28 @@ def _compared(runs: Sequence[RunReport]) -> list[tuple[str, list[str], str]]:
     for name, key, last_tenth in _COMPARED:
         values = [run.mean(key, last_tenth=last_tenth) for run in runs]
         if any(value is not None for value in values):
-            shown = ["-" if v is None else f"{v:.4g}" for v in values]
-            first, final = values[0], values[-1]
-            ratio = final / first if first and final is not None else None
-            out.append((name, shown, "" if ratio is None else _times(ratio)))
+            out.append((name, [_number(v) for v in values], _ratio(values)))
+    rates = [_rate(run) for run in runs]
+    if any(rate is not None for rate in rates):
+        out.append(("tokens per second of all steps", [_number(v) for v in rates], _ratio(rates)))
     return out
+
+
+def _rate(run: RunReport) -> float | None:
+    tokens, seconds = run.total(TOKENS), run.total(STEP_S)
+    return tokens / seconds if tokens and seconds else None
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e12 else f"{value:.4g}"
+
+
+def _ratio(values: Sequence[float | None]) -> str:
+    """The last value over the first, where there are both."""
+    first, final = values[0], values[-1]
+    return _times(final / first) if first and final is not None else ""
 
 
 def _steps(steps: Sequence[int]) -> str:

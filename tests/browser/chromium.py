@@ -55,6 +55,7 @@ class Seen:
     cut: list[str]  # texts that are wider than their box
     smallest_font: float
     text: str
+    answer: Any = None  # of ``ask``
     complaints: list[str] = field(default_factory=list)  # console errors and warnings, exceptions
     requests: list[str] = field(
         default_factory=list
@@ -109,8 +110,13 @@ class _Tab:
             self.events.append(await self._socket.receive_json(timeout=_ANSWER_S))
 
 
-async def look(devtools: str, page: Path, width: int, height: int = 844) -> Seen:
-    """Open a page in a new tab of a device that is ``width`` pixels wide."""
+async def look(
+    devtools: str, page: Path, width: int, height: int = 844, fragment: str = "", ask: str = "null"
+) -> Seen:
+    """Open a page, at a fragment of it, in a new tab of a device that is ``width`` pixels wide.
+
+    ask: JavaScript whose value, of JSON, is wanted.
+    """
     async with aiohttp.ClientSession() as session:
         async with session.put(f"{devtools}/json/new?about:blank") as answer:
             target = await answer.json(content_type=None)
@@ -122,11 +128,13 @@ async def look(devtools: str, page: Path, width: int, height: int = 844) -> Seen
             screen = {"width": width, "height": height, "deviceScaleFactor": 1}
             await tab.call("Emulation.setDeviceMetricsOverride", **screen, mobile=width < 600)
             tab.events.clear()
-            await tab.call("Page.navigate", url=page.as_uri())
+            await tab.call("Page.navigate", url=page.as_uri() + fragment)
             await tab.until("Page.loadEventFired")
             measured = await tab.call("Runtime.evaluate", expression=_MEASURE, returnByValue=True)
             assert "exceptionDetails" not in measured, measured
             found = measured["result"]["value"]
+            answer = await tab.call("Runtime.evaluate", expression=ask, returnByValue=True)
+            assert "exceptionDetails" not in answer, answer
             shot = await tab.call("Page.captureScreenshot", captureBeyondViewport=True)
             await asyncio.sleep(0.2)  # what a script or a font asks for late
             await tab.call("Page.stopLoading")
@@ -138,8 +146,9 @@ async def look(devtools: str, page: Path, width: int, height: int = 844) -> Seen
                 cut=found["cut"],
                 smallest_font=found["smallest"],
                 text=found["text"],
+                answer=answer["result"].get("value"),
                 complaints=_complaints(tab.events),
-                requests=[u for u in _requests(tab.events) if u != page.as_uri()],
+                requests=[u for u in _requests(tab.events) if u.partition("#")[0] != page.as_uri()],
                 screenshot=base64.b64decode(shot["data"]),
             )
         async with session.get(f"{devtools}/json/close/{target['id']}"):

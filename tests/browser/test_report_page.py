@@ -10,12 +10,14 @@ import re
 import struct
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 from r3train.cli import main
+from r3train.observe.metrics import read_metrics
 from tests.browser import chromium
 from tests.debian_packages import installed
 from tests.unit.evidence_dirs import write_run
@@ -44,9 +46,11 @@ def page(tmp_path_factory) -> Iterator[Path]:
     return output
 
 
-async def seen_at(width: int, program: str, page: Path, profile: Path) -> chromium.Seen:
+async def seen_at(
+    width: int, program: str, page: Path, profile: Path, **asked: str
+) -> chromium.Seen:
     async with chromium.browser(program, profile) as devtools:
-        seen = await chromium.look(devtools, page, width)
+        seen = await chromium.look(devtools, page, width, **asked)
     assert seen.width == width
     return seen
 
@@ -93,6 +97,38 @@ async def test_what_failed_and_what_cannot_be_drawn_fit_the_window(width, progra
         "not drawn: nan at steps 0..3",
     ):
         assert words in seen.text
+
+
+# the lines of the reward's chart as they are drawn, and the title of its x-axis
+DRAWN = """(() => {
+  const { data, layout } = document.querySelector('[aria-label="Reward"]');
+  const lines = data.filter(line => !line.fill).map(({ x, y, opacity }) => [x, y, opacity || 1]);
+  return [layout.xaxis.title.text, lines, controls.innerText];
+})()"""
+
+
+def metric(name: str, key: str) -> list[float]:
+    return [record.get(key, 0.0) for record in read_metrics(RECORDED / name)]
+
+
+async def test_a_chart_is_drawn_over_tokens_or_hours_and_with_means(program, page, tmp_path):
+    """The last three steps' mean is drawn over what all steps until each one took."""
+    rewards = metric("with_r3", "rollout/reward_mean")
+    for over, key, scale in (
+        ("tokens", "rollout/tokens", 1),
+        ("hours", "perf/step_s", 1 / 3600),
+        ("steps", None, 1),
+    ):
+        until = list(accumulate(scale * v for v in metric("with_r3", key))) if key else range(8)
+        fragment = f"#over={over}&mean=3"
+        profile = tmp_path / over
+        seen = await seen_at(1280, program, page, profile, fragment=fragment, ask=DRAWN)
+        title, ((x, y, pale), (over_x, means, solid), *other), words = seen.answer
+        assert title.startswith(over[:4]) and len(other) == 2 and "x-axis" in words
+        assert (x, y, pale) == (pytest.approx(list(until)), rewards, 0.25) and over_x == x
+        recent = [rewards[max(0, i - 2) : i + 1] for i in range(8)]
+        assert means == pytest.approx([sum(r) / len(r) for r in recent]) and solid == 1
+        assert seen.complaints == [] and seen.page_width == 1280 and seen.wide == []
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import numpy as np
 import psutil
 import pytest
 
+from r3train.observe.starts import read_starts
 from r3train.audit.audit_run import audit_run
 from r3train.engine.control import EngineControl
 from r3train.observe.metrics import read_metrics
@@ -163,6 +164,10 @@ def test_a_resumed_run_is_one_run_with_one_curve_and_one_evidence(tmp_path, base
     audit = audit_run(first.run_dir)
     assert audit.verdict == "passed", audit.findings
     assert any("steps 3 were trained again" in note for note in audit.notes)
+    starts = read_starts(first.run_dir)
+    assert [start.first_step for start in starts] == [0, 3]
+    assert all(start.ranks == 2 and " --num-rollout " in start.command for start in starts)
+    assert starts[1].command.endswith(" --auto-resume") and starts[0].time < starts[1].time
 
 
 # sets whose answers show each setting: one is sampled, three are greedy, each for another reason

@@ -15,7 +15,7 @@ from r3train.report.report_page import names
 from r3train.report.report_data import load_run
 from r3train.report.report_figures import thinned
 from tests.unit.evidence_dirs import comparison, write_run
-from tests.unit.report_runs import EVIL, page_of, report, with_metrics
+from tests.unit.report_runs import EVIL, page_of, Page, report, with_metrics
 
 
 @pytest.fixture
@@ -188,14 +188,15 @@ def test_runs_of_one_name_are_told_apart():
     assert names(deep) == ["x/b/c/d/e/run", "y/b/c/d/e/run"]
 
 
-def test_a_sample_shows_its_answer_and_keeps_prompt_and_label_folded(runs, tmp_path):
+def test_a_sample_shows_prompt_answer_and_how_it_ended_and_keeps_the_label_folded(runs, tmp_path):
     page = tmp_path / "page.html"
     assert report(runs[0], "--output", page).exit_code == 0
     text = page.read_text()
     card = text[text.index("Lowest reward") :]
     folded = card[card.index("<details>") : card.index("</details>")]
-    assert "<b>say</b>" in folded and "label: [" in folded and EVIL not in text
-    assert card.index("</details>") < card.index("<pre>", card.index("</details>"))
+    assert "label</summary>" in folded and "alert(1)" in folded and EVIL not in text
+    shown = card[: card.index("<details>")]
+    assert "<b>say</b>" in shown and "3 tokens in 3.25 s, ended by the model" in shown
 
 
 def test_the_slowest_samples_of_the_run_are_those_with_the_most_seconds(runs):
@@ -206,7 +207,11 @@ def test_the_slowest_samples_of_the_run_are_those_with_the_most_seconds(runs):
 
 
 def with_evaluations(run_dir: Path, final: float = 0.5) -> Path:
-    rows = [{"reward": 1.0}]
+    rows = [
+        {"reward": i / 8, "prompt": f"ask {i}", "label": 4, "answer": f"{EVIL} {i}"}
+        for i in range(9)
+    ]
+    rows = [{**row, "response_len": 1200, "finish_reason": "length"} for row in rows]
     with MetricsWriter(with_metrics(run_dir), tensorboard=False) as metrics:
         for version, mean in ((0, 0.125), (2, 0.25), (2, final)):
             numbers = {"mean": mean, "standard_error": 0.0625, "pass_at_1": mean, "pass_at_4": 0.75}
@@ -236,3 +241,109 @@ def test_every_evaluation_set_has_a_chart_over_versions_with_its_standard_error(
     assert "error_y" not in alone[0]
     titles = list(page.figures)
     assert titles.index("Evaluation: held-out") < titles.index("Reward")
+
+
+def test_the_last_evaluation_of_a_set_shows_its_lowest_and_highest_answers(tmp_path):
+    run = with_evaluations(tmp_path / "run")
+    page = page_of(run)
+    cards = page.words[page.words.index("Evaluation answers") :]
+    assert re.findall(r"(Lowest|Highest) reward, weight version 2", cards) == 3 * ["Lowest"] + 3 * [
+        "Highest"
+    ]
+    assert [int(n) for n in re.findall(r"ask (\d)", cards[: cards.index("run: other")])] == [
+        *(0, 1, 2),
+        *(8, 7, 6),
+    ]
+    assert "reward 1.000, 1,200 tokens, cut at the longest length" in cards
+    assert EVIL not in page.text and f"{EVIL} 8" in cards
+    # a name in a stranger's file leads nowhere
+    (tmp_path / "outside.jsonl").write_text('{"answer": "not here"}\n')
+    (run / "eval" / "0000002-x").mkdir()
+    line = '{"step": 2, "name": "x/../../../outside", "eval/x/../../../outside/mean": 0.5}\n'
+    with (run / "eval" / "metrics.jsonl").open("a") as file:
+        file.write(line)
+    assert "not here" not in page_of(run).words
+
+
+def test_an_answer_that_is_none_is_named_with_its_file_and_line(tmp_path):
+    run = with_evaluations(tmp_path / "run")
+    path = run / "eval" / "0000002-held-out.jsonl"
+    path.write_text(path.read_text() + '{"reward": "much"}\n')
+    result = report(run)
+    assert result.exit_code == 2 and "0000002-held-out.jsonl:10" in result.output
+
+
+def test_the_reward_has_a_band_of_one_standard_deviation(tmp_path):
+    with MetricsWriter(tmp_path / "run", tensorboard=False) as metrics:
+        for step in range(3):
+            values = {"rollout/reward_mean": step / 4, "rollout/reward_std": 0.5}
+            metrics.write(step, values)
+    page = page_of(tmp_path / "run")
+    lines = page.lines("Reward")
+    assert lines["run"] == [(0, 0.0), (1, 0.25), (2, 0.5)]
+    around = [(0, 0.5), (1, 0.75), (2, 1.0), (2, 0.0), (1, -0.25), (0, -0.5)]
+    assert lines["run, deviation"] == around
+    low, high = page.figures["Reward"]["layout"]["yaxis"]["range"]
+    assert low < -0.5 and 1.0 < high, "the band is cut"
+    plotly.graph_objects.Figure(page.figures["Reward"])
+    # one value less, and it would be at the wrong steps
+    with MetricsWriter(tmp_path / "run", tensorboard=False) as metrics:
+        metrics.write(3, {"rollout/reward_mean": 0.5})
+    assert list(page_of(tmp_path / "run").lines("Reward")) == ["run"]
+
+
+def test_what_a_record_of_training_has_is_drawn_and_a_title_says_what_it_is(tmp_path):
+    drawn = {
+        "Learning rate": "train/lr",
+        "Clipped tokens": "train/clip_share",
+        "Groups of equal rewards": "rollout/zero_variance_groups",
+        "Truncated responses": "rollout/truncated_share",
+    }
+    with MetricsWriter(tmp_path / "run", tensorboard=False) as metrics:
+        for step in range(2):
+            passed = {f"rollout/pass_at_{k}": k / 16 for k in (1, 2, 4, 16)}
+            metrics.write(step, dict.fromkeys(drawn.values(), step) | passed)
+    page = page_of(tmp_path / "run")
+    for title in drawn:
+        assert page.lines(title) == {"run": [(0, 0), (1, 1)]}
+    assert page.lines("pass@k of the rollouts") == {
+        "run, pass@16": [(0, 1.0), (1, 1.0)],
+        "run, pass@1": [(0, 0.0625), (1, 0.0625)],
+    }
+    titles = [attributes.get("title") for tag, attributes in page.tags if tag == "h3"]
+    assert "train/lr: learning rate of the last optimizer step" in titles
+    assert any(title and title.count("rollout/pass_at_") == 2 for title in titles)
+
+
+def test_the_step_that_publishes_nothing_does_not_flatten_the_throughput(tmp_path):
+    with MetricsWriter(tmp_path / "run", tensorboard=False) as metrics:
+        for step in range(4):
+            values = {"perf/tokens_per_s": 500.0, "rollout/tokens": 1000, "perf/step_s": 2.0}
+            last = {"perf/tokens_per_s": 10_000.0, "perf/step_s": 0.1}
+            metrics.write(step, {**values, **(last if step == 3 else {"perf/published_bytes": 1})})
+    page = page_of(tmp_path / "run")
+    assert page.lines("Throughput") == {"run": [(0, 500.0), (1, 500.0), (2, 500.0)]}
+    assert "not drawn: 10,000 of run at its last step, which publishes nothing" in page.words
+    # over all steps, not a mean of rates
+    assert "tokens per second of all steps655.7" in page.words
+
+
+def test_watch_writes_the_page_again_with_each_step_until_it_is_stopped(tmp_path, monkeypatch):
+    run = with_metrics(tmp_path / "run")
+    looks, seen = [], []
+
+    def wait(seconds):
+        looks.append(seconds)
+        seen.append(Page(run / "report.html"))
+        if len(looks) == 3:
+            raise KeyboardInterrupt
+        if len(looks) == 2:
+            with MetricsWriter(run, tensorboard=False) as metrics:
+                metrics.write(4, {"rollout/reward_mean": 1.0})
+
+    monkeypatch.setattr("time.sleep", wait)
+    result = report(run, "--watch")
+    assert result.exit_code == 0 and result.output.splitlines() == 3 * [f"{run}/report.html"]
+    assert [len(page.lines("Reward")["run"]) for page in seen] == [4, 4, 5]
+    assert all("location.reload()" in page.text for page in seen)
+    assert "location.reload()" not in Page(run / "report.html").text
