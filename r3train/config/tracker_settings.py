@@ -38,3 +38,14 @@ class TrackersSection(Section):
         default="r3train", min_length=1
     )
     """MLflow experiment."""
+    tracker_tags: Annotated[tuple[str, ...], only_with("use_wandb or use_mlflow")] = Field(
+        default=(), strict=False
+    )
+    """Tags of the run in W&B and MLflow.  Its name there is run_name."""
+    tracker_notes: Annotated[str | None, only_with("use_wandb or use_mlflow")] = Field(
+        default=None, min_length=1
+    )
+    """Notes of the run in W&B, its description in MLflow."""
+    metrics_port: int | None = Field(default=None, ge=0, le=65535)
+    """Port of the loopback interface at which rank 0 serves the last step's metrics as Prometheus text, at
+    /metrics; 0 takes a free one and says which.  Unset: none."""

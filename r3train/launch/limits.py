@@ -46,6 +46,8 @@ def check_node(config: RunConfig) -> list[Lack]:
         lacks.append((text, "unset --sglang-nccl-port: servers choose free ones"))
     if config.has_engines and not ports and not config.rollout.rollout_external_engine_addrs:
         lacks.append(no_address(host))
+    if metrics_port := config.trackers.metrics_port:
+        lacks.append(taken_port(LOOPBACK, metrics_port))
     if config.has_engines:
         lacks.append(few_files(config.rollout.most_in_flight))
     refused = [no_port(port) for port in ports] if config.run.dry_run else lacks

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from r3train.engine.server import SGLangServer
     from r3train.launch.job import Job
     from r3train.launch.resume import ResumePoint
+    from r3train.observe.sinks import Sink
 
 PARENT = os.getppid()  # torchrun may be gone by the time that a rank asks to be told of its end
 
@@ -236,6 +237,7 @@ def train(
             engines.start_server()  # with --colocate not earlier
             engines.wait_ready()
             sinks = open_sinks(config, run_dir, None if resume.model_only else resume.checkpoint)
+            _serve_metrics(config, sinks, display)
             metrics = parts.enter_context(MetricsWriter(run_dir, config.run.tensorboard, sinks))
             settings = eval_settings(job, resume.checkpoint if resume.model_only else None)
             evaluations = Evaluations(engines.eval_sets(), settings, metrics, display)
@@ -266,6 +268,15 @@ def train(
         export_hf(job, actor, trained)
 
 
+def _serve_metrics(config: RunConfig, sinks: list[Sink], display) -> None:
+    if (port := config.trackers.metrics_port) is not None:
+        from r3train.observe.prometheus import PrometheusSink
+
+        server = PrometheusSink(port)
+        sinks.append(server)
+        display.note(f"metrics: {server.url}")
+
+
 def generate(job: Job, rank: int, run_dir: Path, display, stop, parts: ExitStack, servers) -> None:
     """Generate and dump every rollout (--debug-rollout-only); other ranks than 0 wait."""
     from r3train.host_group import rank_zero_alone
@@ -291,6 +302,7 @@ def generate(job: Job, rank: int, run_dir: Path, display, stop, parts: ExitStack
         engines.start_server()
         engines.wait_ready()
         sinks = open_sinks(job.config, run_dir, None)
+        _serve_metrics(job.config, sinks, display)
         metrics = parts.enter_context(MetricsWriter(run_dir, job.config.run.tensorboard, sinks))
         evaluations = Evaluations(engines.eval_sets(), {}, metrics, display)
         rank_zero = RankZero(engines, display, metrics, evaluations)

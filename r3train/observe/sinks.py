@@ -16,6 +16,7 @@ from typing import Any
 
 from r3train.config.files import read_regular
 from r3train.config.run import RunConfig
+from r3train.observe.prometheus import PrometheusSink
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +25,7 @@ TENSORBOARD_DIR = "tensorboard"
 RUN_IDS_FILE = "trackers.json"
 _MAX_IDS_BYTES = 1 << 16
 _MLFLOW_BATCH, _MLFLOW_PARAM_LEN = 100, 500
+_MLFLOW_NOTES = "mlflow.note.content"  # what its pages show as the description
 _COLUMNS = ("kind", "prompt_id", "prompt", "label", "text", "reward")
 
 
@@ -66,6 +68,8 @@ class WandbSink:
             entity=trackers.wandb_team,
             mode=trackers.wandb_mode,
             name=config.run.run_name,
+            tags=trackers.tracker_tags,
+            notes=trackers.tracker_notes,
             dir=str(run_dir),
             config=config.model_dump(mode="json"),
             id=run_id,
@@ -106,7 +110,11 @@ class MlflowSink:
             name = trackers.mlflow_experiment_name
             found = self._client.get_experiment_by_name(name)
             experiment = found.experiment_id if found else self._client.create_experiment(name)
-            run_id = self._client.create_run(experiment, run_name=config.run.run_name).info.run_id
+            tags = dict.fromkeys(trackers.tracker_tags, "")
+            if trackers.tracker_notes is not None:
+                tags[_MLFLOW_NOTES] = trackers.tracker_notes
+            name = config.run.run_name
+            run_id = self._client.create_run(experiment, tags=tags, run_name=name).info.run_id
             params = [
                 Param(key, value[:_MLFLOW_PARAM_LEN]) for key, value in _flat(config) if value
             ]
@@ -140,7 +148,7 @@ class MlflowSink:
 
 # Takes the numbers of a run, which may not be finite, and a few samples of a step; ``step`` is a rollout, or
 # for eval/ keys a weight version.
-Sink = TensorBoardSink | WandbSink | MlflowSink
+Sink = TensorBoardSink | WandbSink | MlflowSink | PrometheusSink
 _OPTIONAL = {"wandb": WandbSink, "mlflow": MlflowSink}
 
 

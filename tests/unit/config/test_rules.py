@@ -225,6 +225,8 @@ REFUSED = f"""
     wandb_mode="offline" | --wandb-mode offline has no effect without --use-wandb
     mlflow_tracking_uri="u" | --mlflow-tracking-uri u has no effect without --use-mlflow
     mlflow_experiment_name="e" | --mlflow-experiment-name e has no effect without --use-mlflow
+    tracker_tags=["t"] | --tracker-tags t has no effect without --use-wandb or --use-mlflow
+    tracker_notes="n" | --tracker-notes n has no effect without --use-wandb
 """
 OF_AN_ACTOR = f"""
     save="x" | --save x
@@ -317,6 +319,7 @@ PASSES = f"""
     plant_fault="disk_full", kl_coef=0.1
     {EVAL}, eval_interval=3, eval_temperature=0.0, eval_max_concurrency=64
     wandb_group="g", use_wandb=true, mlflow_experiment_name="e", use_mlflow=true
+    use_mlflow=true, tracker_tags=["t"], tracker_notes="n", metrics_port=0
 """
 
 

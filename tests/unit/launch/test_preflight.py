@@ -913,7 +913,12 @@ def test_ports_and_descriptors_that_a_start_lacks_are_found_before_it(tiny, monk
     held, port = held_port()
     with held:
         two = ("--sglang-port", str(port - 1), "--rollout-num-engines", "2")
-        for flags in (("--sglang-port", str(port)), two, ("--sglang-nccl-port", str(port))):
+        for flags in (
+            ("--sglang-port", str(port)),
+            two,
+            ("--sglang-nccl-port", str(port)),
+            ("--metrics-port", str(port)),
+        ):
             refused, said = (
                 start(tiny, *flags),
                 f"port {port} of 127.0.0.1 is taken: choose another",

@@ -110,6 +110,8 @@ def test_wandb_offline_holds_numbers_samples_and_settings_and_goes_on_after_a_re
         wandb_project="proj",
         wandb_group="g",
         wandb_team="t",
+        tracker_tags=["small", "first"],
+        tracker_notes="a try",
     )
     write_run(settings, tmp_path / "first", [0, 1])
     # another run directory, from a checkpoint before the last step
@@ -122,6 +124,7 @@ def test_wandb_offline_holds_numbers_samples_and_settings_and_goes_on_after_a_re
     found = records(first)
     (run,) = [record.run for record in found if record.WhichOneof("record_type") == "run"]
     assert (run.project, run.run_group, run.entity, run.display_name) == ("proj", "g", "t", "here")
+    assert (sorted(run.tags), run.notes) == (["first", "small"], "a try")
     kept = {item.key: item.value_json for item in run.config.update}
     assert json.loads(kept["data"])["rm_type"] == "math"
     rows = history(found)
@@ -153,6 +156,8 @@ def test_mlflow_holds_numbers_samples_and_settings_and_goes_on_after_a_resume(
         use_mlflow=True,
         mlflow_tracking_uri=store,
         mlflow_experiment_name="exp",
+        tracker_tags=["small", "first"],
+        tracker_notes="a try",
     )
     write_run(settings, tmp_path / "first", [0, 1])
     write_run(settings, tmp_path / "second", [1, 2], tmp_path / "save/iter_0000001")
@@ -161,6 +166,8 @@ def test_mlflow_holds_numbers_samples_and_settings_and_goes_on_after_a_resume(
     (run,) = client.search_runs([experiment])
     assert run.info.run_name == "here" and run.info.status == "FINISHED"
     assert run.data.params["data.rm_type"] == "math"
+    tags = {"small": "", "first": "", "mlflow.note.content": "a try"}
+    assert tags.items() <= run.data.tags.items()
     points = client.get_metric_history(run.info.run_id, "rollout/reward_mean")
     assert sorted({(point.step, point.value) for point in points}) == [
         (0, 0.0),
