@@ -36,8 +36,8 @@ LONGEST := tests/e2e/test_slurm.py tests/oracle tests/rehearsal \
 WHOLE_TESTS := $(LONGEST) $(filter-out $(LONGEST),$(sort $(wildcard tests/e2e/test_*.py))) tests/browser
 
 BIN := .venv/bin
-# -qq: errors alone
-PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-warn-conflicts
+# errors alone, and on a terminal each package with its bar: the first time takes minutes
+PIP := $(BIN)/python -m pip install $$([ -t 2 ] || echo -qq) --disable-pip-version-check --no-warn-conflicts
 # bench.txt goes into .venv-trl, docs.txt into .venv-site
 # gpu.txt is a lock for other machines
 PINS := $(filter-out $(patsubst %,requirements/%.txt,bench docs gpu),$(sort $(wildcard requirements/*.txt)))
@@ -70,7 +70,7 @@ $(CPU_STAMP):
 	@echo "installing into .venv, 1 of 3: torch (the first time takes minutes; 2.6 GB on disk in all)"
 	@# --no-deps: only torch comes from this index
 	@$(PIP) --no-deps $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -c requirements/constraints.txt torch
-	@echo "installing into .venv, 2 of 3: what r3train and SGLang import"
+	@echo "installing into .venv, 2 of 3: what r3train and SGLang import (some 150 packages, minutes)"
 	@$(PIP) -c requirements/constraints.txt -r requirements/cpu.txt
 	@echo "installing into .venv, 3 of 3: SGLang and r3train"
 	@$(PIP) --no-deps -r requirements/nodeps.txt

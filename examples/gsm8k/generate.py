@@ -20,8 +20,9 @@ def row(numbers: random.Random) -> dict[str, str]:
     name, thing = numbers.choice(NAMES), numbers.choice(THINGS)
     has, gets = numbers.randint(1, 9), numbers.randint(1, 9)
     total = has + gets
+    held = thing if has > 1 else thing.removesuffix("s")
     return {
-        "question": f"{name} has {has} {thing} and gets {gets} more. How many {thing} are there?",
+        "question": f"{name} has {has} {held} and gets {gets} more. How many {thing} are there?",
         "answer": f"{has} + {gets} = <<{has}+{gets}={total}>>{total} {thing}.\n#### {total}",
     }
 

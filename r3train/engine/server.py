@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import os
 import random
+import re
 import socket
 import subprocess
 import sys
@@ -27,12 +28,19 @@ from r3train.engine.backend import EngineDied, EngineError
 from r3train.engine.flags import check_server_flags, server_fields
 from r3train.engine.key import ENGINE_KEY_VARIABLE
 
-# on_progress(elapsed_s, last log line)
+# on_progress(elapsed_s, stage of the start)
 OnProgress = Callable[[float, str], None]
 
 _PORTS = range(20000, 32000)
 _LOG_TAIL_LINES = 30
 _POLL_S = 0.25
+# what SGLang 0.5.23 logs as a stage of its start begins, and the stage
+_STAGES = {
+    "Load weight begin": "loading weights",
+    "Load weight end": "allocating the KV cache",
+    "CUDA graph begin": "capturing CUDA graphs",
+}
+_STAGE = re.compile("|".join(_STAGES))
 # Kernels of the experts on CUDA where routes are recorded.  SGLang's own choice records none for gpt-oss on
 # Hopper and for most families on Blackwell (docs/gpu.md).  Triton's records them on every card.
 _EXPERTS_BACKEND = "triton"
@@ -89,12 +97,20 @@ def free_port(host: str) -> int:
     raise OSError(f"{host}: 100 ports of {_PORTS} were tried, and none can be bound")
 
 
-def log_tail(path: Path, lines: int = _LOG_TAIL_LINES) -> str:
-    """The last lines of a log file, reading at most its last 64 KiB."""
+def start_stage(path: Path, begin: int) -> str:
+    """What a server does of its start, in words, by its log from byte ``begin`` on; "" while nothing tells."""
+    text, stage = log_tail(path, 1000, begin), ""
+    if found := [*_STAGE.finditer(text)]:
+        stage = next(words for key, words in _STAGES.items() if key in found[-1][0])
+    return stage
+
+
+def log_tail(path: Path, lines: int = _LOG_TAIL_LINES, begin: int = 0) -> str:
+    """The last lines of a log file, from byte ``begin`` on, reading at most its last 64 KiB."""
     try:
         with open(path, "rb") as file:
             file.seek(0, os.SEEK_END)
-            file.seek(max(0, file.tell() - 65536))
+            file.seek(max(begin, file.tell() - 65536))
             text = file.read().decode("utf-8", errors="replace")
     except OSError:
         return ""
@@ -284,6 +300,7 @@ class SGLangServer:
         guard = [sys.executable, "-m", "r3train.engine.server_guard"]
         guard += ["--owner-pid", str(os.getpid()), "--"]
         with open(self.log_path, "ab") as log:
+            self._log_begin = log.tell()
             self._guard = subprocess.Popen(
                 guard + self.command(),
                 stdin=subprocess.PIPE,  # its end of file tells the guard that the owner ended
@@ -330,7 +347,7 @@ class SGLangServer:
                     f"last lines of {self.log_path}:\n{log_tail(self.log_path)}"
                 )
             if self.on_progress is not None:
-                self.on_progress(elapsed, log_tail(self.log_path, lines=1))
+                self.on_progress(elapsed, start_stage(self.log_path, self._log_begin))
             time.sleep(_POLL_S)
 
     def healthy(self, timeout_s: float = 5.0) -> bool:

@@ -141,7 +141,7 @@ class Engines(RolloutFleet):
 
     def _show_starts_in(self, phase: Phase) -> None:
         for server in self._servers:
-            server.on_progress = lambda _, line: phase.detail(line)
+            server.on_progress = lambda _, stage: phase.detail(stage)
 
     def fault_counts(self) -> dict[str, int]:
         """Count bad answers, restarts of servers, and requests and tokens that restarts resumed."""

@@ -248,9 +248,9 @@ class Phase:
         return duration(self._clock() - self._began)
 
     def detail(self, text: str) -> None:
-        """Show ``text``, shortened to one line, next to the phase's name."""
+        """Show ``text``, shortened to one line, next to the phase's name; "" shows none."""
         self._detail = printable(" ".join(text.split()))
-        self._heartbeat(f"{self._name} ({self.elapsed}): {self._detail}")
+        self._heartbeat(f"{self._name} ({self.elapsed})" + f": {self._detail}" * bool(self._detail))
 
     def __rich__(self) -> Text:
         text = Text(f"{self._name} ({self.elapsed}) ", no_wrap=True, overflow="ellipsis")

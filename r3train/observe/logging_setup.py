@@ -13,6 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
+import click
+
 from r3train.config.sources import printable
 from r3train.data import rotated_files
 from r3train.patches import patch, undo
@@ -21,7 +23,7 @@ LOG_DIR = "logs"
 OUR_LOGGER = "r3train"
 
 _FILE_FORMAT = "%(asctime)s rank %(rank)d %(levelname)s %(name)s: %(message)s"
-_TERMINAL_FORMAT = "%(levelname)s %(name)s: %(message)s"
+_COLOURS = {logging.WARNING: "yellow"}  # as of other warnings on the terminal
 _TEXT = {"encoding": "utf-8", "errors": "backslashreplace"}
 
 logger = logging.getLogger(__name__)
@@ -169,18 +171,24 @@ class _TerminalHandler(logging.StreamHandler):
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
-        self.setFormatter(logging.Formatter(_TERMINAL_FORMAT))
 
     @property
     def stream(self) -> TextIO:
         return sys.stderr
 
     def filter(self, record: logging.LogRecord) -> bool:
-        ours = record.name.split(".")[0] == OUR_LOGGER
-        return record.levelno >= (logging.WARNING if ours else logging.ERROR)
+        return record.levelno >= (logging.WARNING if _is_ours(record) else logging.ERROR)
 
     def format(self, record: logging.LogRecord) -> str:
-        return printable(super().format(record))
+        whose = "" if _is_ours(record) else f" of {record.name}"
+        text = printable(f"{record.levelname.lower()}{whose}: {super().format(record)}")
+        if not self.stream.isatty() or os.environ.get("NO_COLOR"):
+            return text
+        return click.style(text, fg=_COLOURS.get(record.levelno, "red"))
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    return record.name.split(".")[0] == OUR_LOGGER
 
 
 class _Redirected:

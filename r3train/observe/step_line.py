@@ -64,7 +64,7 @@ def verdict_style(verdict: str) -> str:
 def _step(metrics: Mapping[str, Any], num_rollout: int) -> Text:
     # its number as in files and plots, and how many are done
     step, digits = int(metrics["step"]), len(str(num_rollout))
-    return Text(f"step {step:>{digits}} ({step + 1}/{num_rollout})", style="bold cyan")
+    return Text(f"step {step:>{digits}} ({step + 1:>{digits}}/{num_rollout})", style="bold cyan")
 
 
 def _number(
@@ -93,7 +93,7 @@ def _times(metrics: Mapping[str, Any]) -> Text | None:
         "train": "perf/train_s",
         "publish": "perf/publish_s",
     }
-    parts = [f"{name} {metrics[key]:.1f}" for name, key in names.items() if key in metrics]
+    parts = [f"{name} {metrics[key]:4.1f}" for name, key in names.items() if key in metrics]
     if not parts and "perf/step_s" in metrics:
         parts = [f"{metrics['perf/step_s']:.1f}"]
     return Text(f"{' '.join(parts)} s", style="dim") if parts else None

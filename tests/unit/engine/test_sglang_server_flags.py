@@ -3,7 +3,14 @@
 import pytest
 
 from r3train.engine.flags import check_server_flags, known_flags, server_fields
-from r3train.engine.server import SGLangServer, free_port, log_tail, other_models, server_flags
+from r3train.engine.server import (
+    SGLangServer,
+    free_port,
+    log_tail,
+    other_models,
+    server_flags,
+    start_stage,
+)
 
 NOT_IMPORTED = "SGLANG_DISABLED_MODEL_ARCHS"
 
@@ -145,6 +152,25 @@ def test_the_tail_of_a_log_is_its_last_lines_and_nothing_for_no_file(tmp_path):
     path.write_text("\n".join(f"line {i}" for i in range(20000)))
     assert log_tail(path, 2) == "line 19998\nline 19999"
     assert log_tail(tmp_path / "none") == ""
+
+
+def test_the_stage_of_a_start_is_what_the_log_of_this_start_told_last(tmp_path):
+    """Warnings and other lines say nothing of it, nor does the start before a restart."""
+    path, seen = tmp_path / "log", []
+    lines = (
+        "launch_server.py:71: UserWarning: use another\n  warnings.warn(",
+        "[2026-11-24 18:01:59] Load weight begin. avail mem=20.23 GB",
+        "Loading safetensors checkpoint shards:  50% Completed | 1/2\n  warnings.warn(",
+        "[2026-11-24 18:02:00] Load weight end. elapsed=0.05 s, type=Qwen3MoeForCausalLM",
+        "[2026-11-24 18:02:00] Capture decode CUDA graph begin. avail mem=20.23 GB",
+    )
+    for line in lines:
+        with path.open("a") as file:
+            file.write(line + "\n")
+        seen.append(start_stage(path, 0))
+    loading = "loading weights"
+    assert seen == ["", loading, loading, "allocating the KV cache", "capturing CUDA graphs"]
+    assert start_stage(path, path.stat().st_size) == "" == start_stage(tmp_path / "none", 0)
 
 
 def test_unchunked_prefill_with_routes_is_refused_before_it_kills_the_server(tmp_path):

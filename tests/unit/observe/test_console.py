@@ -51,9 +51,15 @@ def without_control_codes(text):
 
 def test_the_step_line_holds_every_number_a_person_asks_for():
     assert step_text(FULL, 200, None).plain == (
-        "step  11 (12/200)  reward 0.412  loss +0.0132  grad    0.83  gap 1.2e-05  R3 ok  len  12"
-        "  1,834 tok/s  wait 1.1 train 2.1 publish 0.2 s"
+        "step  11 ( 12/200)  reward 0.412  loss +0.0132  grad    0.83  gap 1.2e-05  R3 ok  len  12"
+        "  1,834 tok/s  wait  1.1 train  2.1 publish  0.2 s"
     )
+
+
+def test_the_columns_of_a_run_do_not_move():
+    steps = [{**FULL, "step": step, "perf/train_s": step / 2} for step in (0, 8, 9, 98, 199)]
+    lines = [step_text(metrics, 200, None).plain for metrics in steps]
+    assert len({line.index("reward") for line in lines}) == 1 == len({len(line) for line in lines})
 
 
 def test_a_missing_metric_is_left_out_of_the_step_line():
@@ -85,8 +91,8 @@ def test_numbers_that_are_not_finite_are_shown_and_stand_out():
 @pytest.mark.parametrize("width", range(20, 140, 5))
 def test_a_narrow_terminal_loses_the_least_important_fields_and_keeps_the_verdict(width):
     text = step_text(FULL, 200, width)
-    assert text.plain.startswith("step  11 (12/200)  reward 0.412") and "R3 ok" in text.plain
-    assert len(text) <= max(width, len("step  11 (12/200)  reward 0.412  R3 ok"))
+    assert text.plain.startswith("step  11 ( 12/200)  reward 0.412") and "R3 ok" in text.plain
+    assert len(text) <= max(width, len("step  11 ( 12/200)  reward 0.412  R3 ok"))
 
 
 @pytest.mark.parametrize(
@@ -185,7 +191,7 @@ def test_on_a_terminal_rollout_and_training_are_shown_at_once():
     assert "rollout 2" in rollout and "7/16 groups" in rollout and "1,500 tok/s" in rollout
     # 8 steps are left at 5 s per step, 7 s of which have passed since the last one ended
     assert "2/10 steps" in train and "33 s left" in train and "training" in train
-    assert "step  0 (1/10)" in shown and "R3 ok" in shown
+    assert "step  0 ( 1/10)" in shown and "R3 ok" in shown
 
 
 def test_the_cursor_comes_back_when_a_run_dies():

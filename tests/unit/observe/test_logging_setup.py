@@ -1,4 +1,5 @@
 import gzip
+import io
 import logging
 import re
 import subprocess
@@ -47,8 +48,26 @@ def test_the_file_gets_everything_and_the_terminal_our_warnings_and_any_error(ra
     assert "our debug" not in log
     assert "rank 0 INFO r3train.loop: our info" in log
     assert capsys.readouterr().err.splitlines() == [
-        "WARNING r3train.loop: our warning",
-        "ERROR megatron.core: their error",
+        "warning: our warning",
+        "error of megatron.core: their error",
+    ]
+
+
+def test_a_warning_on_a_terminal_is_yellow_and_an_error_red(rank0, monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    logging.getLogger("r3train.loop").warning("ours \x1b[2J")
+    logging.getLogger("megatron.core").error("theirs")
+    monkeypatch.setenv("NO_COLOR", "1")
+    logging.getLogger("r3train.loop").error("plain")
+    assert terminal.getvalue().splitlines() == [
+        "\x1b[33mwarning: ours \\x1b[2J\x1b[0m",
+        "\x1b[31merror of megatron.core: theirs\x1b[0m",
+        "error: plain",
     ]
 
 
