@@ -328,7 +328,7 @@ def finish(config: RunConfig, run_dir: Path, began: float, stopped: str | None =
     times = {"wall_s": wall_s, "steps_s": steps_s(records, since=time.time() - wall_s)}
     files = {"run_dir": run_dir, "plot": plot, "next": f"r3train report {run_dir}"}
     if config.r3_check_enabled:
-        files["next"] += f", r3train check-evidence {run_dir}"
+        files["next"] += f"\nr3train check-evidence {run_dir}"  # a line to copy for each
     return {**numbers, **times, **files, "stopped": stopped}
 
 

@@ -82,7 +82,8 @@ def test_an_installed_wheel_trains_the_demo_outside_of_the_checkout(installed, t
     (tmp_path / "rw.py").write_text("def words(prompt, text, ids):\n    return len(text) / 100\n")
     flags = ("--num-rollout", "2", "--run-dir", "run", "--custom-rm-path", "rw:words")
     output = run([installed / "r3train", "train", "--config", "tiny_cpu", *flags], tmp_path)
-    assert "run finished" in output and "next: r3train report run" in output, output
+    assert "run finished" in output, output
+    assert "next: r3train report run\n" in output and "\nr3train check-evidence run\n" in output
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [0, 1]
     run([installed / "r3train", "check-evidence", "run"], tmp_path)
