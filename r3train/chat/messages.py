@@ -1,0 +1,215 @@
+"""Messages of a chat: when two are one, their text, and the form that chat templates take."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any, Literal
+
+import orjson
+
+from r3train.chat.base import ChatRefused, Message
+from r3train.user_code import quoted
+
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_TEXT_PARTS = ("text", "input_text", "output_text")
+
+
+def message_key(message: Message) -> bytes:
+    """16 bytes that are equal for two messages that are one.
+
+    Role, text, calls (id, name, arguments by value) and the id of the call that a result answers count.
+    No content, None and "" are one.  Reasoning, names and fields of providers do not count: harnesses
+    drop them.  Raises ChatRefused for content that is no text.
+
+    >>> same = {"role": "user", "content": [{"type": "text", "text": "hi"}], "provider_fields": {}}
+    >>> message_key(same) == message_key({"role": "user", "content": "hi"})
+    True
+    """
+    calls = [
+        [call.get("id"), call["function"]["name"], _by_value(call["function"].get("arguments"))]
+        for call in message.get("tool_calls") or ()
+    ]
+    parts = [
+        _role(message["role"]),
+        text_of(message.get("content")),
+        calls,
+        message.get("tool_call_id"),
+    ]
+    return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).digest()
+
+
+def text_of(content: Any) -> str:
+    """The text of a message's content: "" for None; the parts of a list on lines of their own.
+
+    Raises ChatRefused (400) for pictures, audio and what is no content.
+    """
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise _refused(f"content {quoted(content)}: expected text or a list of text parts")
+    return "\n".join(map(_part_text, content))
+
+
+def _part_text(part: Any) -> str:
+    if not isinstance(part, dict):
+        raise _refused(f"a part {quoted(part)} of a content: expected a table with type and text")
+    if part.get("type") not in _TEXT_PARTS:
+        raise _refused(
+            f"a part of type {quoted(part.get('type'))} in a content: only text is supported"
+        )
+    if not isinstance(part.get("text"), str):
+        raise _refused(f"a part of text with the text {quoted(part.get('text'))}: expected text")
+    return part["text"]
+
+
+def plain(message: Message, arguments: Literal["text", "table"]) -> Message:
+    """A message as chat templates take it: content as text, and its calls' arguments in one form.
+
+    Most templates want arguments as a table; DeepSeek-V3's wants text.  Arguments that are no JSON
+    object stay text.  The developer's role is the system's.  Reasoning stays, fields of providers do not.
+    """
+    made: Message = {"role": _role(message["role"]), "content": text_of(message.get("content"))}
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        if message.get(name):
+            made[name] = message[name]
+    calls = [
+        {
+            "id": call.get("id"),
+            "type": "function",
+            "function": {
+                "name": call["function"]["name"],
+                "arguments": _in_form(call["function"].get("arguments"), arguments),
+            },
+        }
+        for call in message.get("tool_calls") or ()
+    ]
+    if calls:
+        made["tool_calls"] = calls
+    return made
+
+
+def checked_messages(value: Any) -> list[Message]:
+    """Messages of a request's body with the fields that count only, content as text, arguments as JSON text.
+
+    Raises ChatRefused (400), naming the message, for all that OpenAI's form of text chats does not have.
+    """
+    if not isinstance(value, list) or not value:
+        raise _refused(f"messages {quoted(value)}: expected a list of messages")
+    made = []
+    for index, message in enumerate(value):
+        try:
+            made.append(_checked(message))
+        except ChatRefused as refused:
+            raise _refused(f"messages[{index}]: {refused}") from None
+    if made[-1]["role"] == "assistant":
+        raise _refused("messages: the last one is the assistant's, expected one that it answers")
+    return made
+
+
+def checked_tools(value: Any) -> list[dict[str, Any]]:
+    """Tools of a request's body, unchanged; raises ChatRefused (400) for what is no function's schema."""
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        raise _refused(f"tools {quoted(value)}: expected a list of tools")
+    for index, tool in enumerate(value):
+        where = f"tools[{index}]"
+        if not isinstance(tool, dict) or tool.get("type") != "function":
+            raise _refused(f'{where} {quoted(tool)}: expected a table of type "function"')
+        function = tool.get("function")
+        if not isinstance(function, dict) or not _is_name(function.get("name")):
+            raise _refused(f"{where}.function {quoted(function)}: expected a table with a name")
+        if not isinstance(function.get("parameters"), (dict, type(None))):
+            parameters = quoted(function["parameters"])
+            raise _refused(f"{where}.function.parameters {parameters}: expected a JSON schema")
+    return value
+
+
+def _checked(message: Any) -> Message:
+    if not isinstance(message, dict):
+        raise _refused(f"{quoted(message)}: expected a table with role and content")
+    role = message.get("role")
+    if role not in _ROLES:
+        raise _refused(f"role {quoted(role)}: expected one of {', '.join(_ROLES)}")
+    for name in ("audio", "function_call"):
+        if message.get(name) is not None:
+            raise _refused(f"{name} is not supported")
+    made: Message = {"role": role, "content": text_of(message.get("content"))}
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        field = message.get(name)
+        if not isinstance(field, (str, type(None))):
+            raise _refused(f"{name} {quoted(field)}: expected text")
+        if field:
+            made[name] = field
+    calls = message.get("tool_calls")
+    if not isinstance(calls, (list, type(None))):
+        raise _refused(f"tool_calls {quoted(calls)}: expected a list of calls")
+    if calls and role != "assistant":
+        raise _refused(f"tool_calls in a message of role {role}: expected in the assistant's only")
+    if calls:
+        made["tool_calls"] = [_checked_call(call) for call in calls]
+    return made
+
+
+def _checked_call(call: Any) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not _is_name(function.get("name")):
+        raise _refused(f"a call {quoted(call)}: expected a table with a function and its name")
+    if not isinstance(call.get("id"), (str, type(None))):
+        raise _refused(f"a call's id {quoted(call['id'])}: expected text")
+    arguments = function.get("arguments")
+    if not isinstance(arguments, (str, dict, type(None))):
+        raise _refused(f"a call's arguments {quoted(arguments)}: expected JSON text")
+    try:
+        text = _in_form(arguments, "text")
+    except RecursionError:
+        raise _refused("a call's arguments are nested too deep") from None
+    return {
+        "id": call.get("id"),
+        "type": "function",
+        "function": {"name": function["name"], "arguments": text},
+    }
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+def _role(role: str) -> str:
+    return "system" if role == "developer" else role
+
+
+def _by_value(arguments: Any) -> list[Any]:
+    """Arguments as what compares by value: 1.0 is 1, as JavaScript writes it; other text is itself."""
+    text = _in_form(arguments, "text")
+    try:
+        return ["value", json.loads(text, parse_float=_number)]
+    except (ValueError, RecursionError):
+        return ["text", text]
+
+
+def _number(text: str) -> int | float:
+    number = float(text)
+    return int(number) if number.is_integer() else number
+
+
+def _in_form(arguments: Any, form: Literal["text", "table"]) -> Any:
+    if arguments is None:
+        arguments = ""
+    if form == "text":
+        return (
+            arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        )
+    if isinstance(arguments, dict):
+        return arguments
+    try:
+        orjson.loads(arguments)  # it refuses what no tokenizer takes: halves of surrogate pairs
+        value = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    return value if isinstance(value, dict) else arguments
+
+
+def _refused(text: str) -> ChatRefused:
+    return ChatRefused(400, "invalid_request_error", text)
