@@ -21,6 +21,5 @@ async def generate(
 ) -> RolloutSample:
     """One answer as a sample, or added to ``resume_from``; options are those of a request."""
     before = resume_from or stitch.begin(prompt, sample_id=sample_id, group_id=group_id)
-    return stitch.extend(
-        before, await backend.generate(stitch.next_request(before, sampling, **options))
-    )
+    answer = await backend.generate(stitch.next_request(before, sampling, **options))
+    return stitch.finished(stitch.extend(before, answer))

@@ -119,7 +119,7 @@ class Rechecking:
         sample = stitch.begin(prompt, sample_id=NOISE_SAMPLES + number, group_id=NO_GROUP)
         request = stitch.next_request(sample, sampling, limit=_NOISE_TOKENS, weight_version=version)
         segment, again = await self._backend.score_twice(request, server)
-        return stitch.extend(sample, segment), again
+        return stitch.finished(stitch.extend(sample, segment)), again
 
     def sent(self, group: Group, place: int, request: Request) -> None:
         """Compute the prompt of a request again that an update may freeze."""

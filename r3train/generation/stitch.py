@@ -5,6 +5,10 @@ input tokens and O output tokens can hold rows 0..T+O-2, and the request asks fo
 ``rows_known`` on.  A segment does not compute the row of its own last token: that row is the first
 of the next segment.  The first write wins: a row that came with its log-probs is never replaced by
 a row that other weights recomputed.  A row that never came stays marked as missing.
+
+While a sample grows, its rows are the parts in ``decoded``, end to end from row 0, and ``routed_experts`` is
+empty: it says that rows are recorded, and of which kind.  ``finished`` joins them, once: a join at every
+answer would copy all rows of a long conversation again and again.
 """
 
 from __future__ import annotations
@@ -37,8 +41,9 @@ def begin(prompt: Prompt, *, sample_id: int, group_id: int) -> RolloutSample:
 
 
 def rows_known(sample: RolloutSample) -> int:
-    """The number of rows that the sample holds; the next request asks for the rows after them."""
-    return 0 if sample.routed_experts is None else int(sample.routed_experts.shape[0])
+    """The number of rows that a growing sample holds; the next request asks for the rows after them."""
+    first, rows = sample.decoded[-1] if sample.decoded else (0, ())
+    return first + len(rows)
 
 
 def tokens_left(sample: RolloutSample, sampling: SamplingParams) -> int:
@@ -113,19 +118,25 @@ def extend(sample: RolloutSample, segment: Segment) -> RolloutSample:
                 f"sample {sample.sample_id}: of the sample and its next answer only one has {name}"
             )
     generated = np.ones(len(segment.token_ids), dtype=bool)
-    rows, decoded, num_rows = None, sample.decoded, sample.num_tokens + len(generated) - 1
+    decoded, num_rows = sample.decoded, sample.num_tokens + len(generated) - 1
     if known is not None:
-        start, end = segment.rows_start, segment.rows_start + len(segment.rows)
-        if start > len(known) or end != num_rows:
+        have, start, end = (
+            rows_known(sample),
+            segment.rows_start,
+            segment.rows_start + len(segment.rows),
+        )
+        if start < 0 or start > have or end != num_rows:
             raise ValueError(
                 f"sample {sample.sample_id}: an answer brings rows {start}..{end - 1}, expected all"
-                f" after the {len(known)} known ones to {num_rows - 1}"
+                f" after the {have} known ones to {num_rows - 1}"
             )
-        rows = merge_rows(
-            known, segment.rows, start=start, num_rows=num_rows, sample=str(sample.sample_id)
-        )
-        # rows that were known already are recorded as they came the first time
-        decoded = (*decoded, (len(known), segment.rows[len(known) - start :]))
+        if known.shape[1:] != segment.rows.shape[1:] or known.dtype != segment.rows.dtype:
+            raise ValueError(
+                f"sample {sample.sample_id}: rows {list(segment.rows.shape[1:])} {segment.rows.dtype}"
+                f" after rows {list(known.shape[1:])} {known.dtype}"
+            )
+        # rows that were known already stay as they came the first time
+        decoded = (*decoded, (have, segment.rows[have - start :]))
     decoded_masks = sample.decoded_masks
     if counts is not None:
         decoded_masks += ((sample.num_tokens, segment.mask_counts, segment.mask_ids),)
@@ -136,7 +147,7 @@ def extend(sample: RolloutSample, segment: Segment) -> RolloutSample:
         token_ids=np.concatenate([sample.token_ids, segment.token_ids]).astype(np.int32),
         loss_mask=np.concatenate([sample.loss_mask, generated]),
         rollout_log_probs=np.concatenate([sample.rollout_log_probs, segment.log_probs]),
-        routed_experts=rows,
+        routed_experts=known,
         weight_versions=np.concatenate([sample.weight_versions, segment.weight_versions]),
         finish_reason=segment.finish_reason,
         num_retractions=sample.num_retractions + segment.num_retractions,
@@ -164,50 +175,28 @@ def observe(sample: RolloutSample, token_ids: Sequence[int]) -> RolloutSample:
     )
 
 
-def merge_rows(
-    known: np.ndarray,
-    new: np.ndarray,
-    *,
-    start: int,
-    num_rows: int,
-    sample: str,
-) -> np.ndarray:
-    """Merge rows; the first write wins, and a row in neither array is marked missing.
-
-    known: uint8/uint16 [k, L, K], rows 0..k-1; new: [r, L, K], rows start..start+r-1.  Returns
-    rows 0..num_rows-1, [num_rows, L, K]; this is ``new`` itself if it holds them all.
-    Raises ValueError for rows of another shape or dtype, and for rows past ``num_rows``.
-    """
-    if known.shape[1:] != new.shape[1:] or known.dtype != new.dtype:
-        raise ValueError(
-            f"sample {sample}: rows {list(new.shape[1:])} {new.dtype} after rows "
-            f"{list(known.shape[1:])} {known.dtype}"
-        )
-    if start < 0 or start + len(new) > num_rows or len(known) > num_rows:
-        raise ValueError(
-            f"sample {sample}: rows 0..{len(known) - 1} and {start}..{start + len(new) - 1}, "
-            f"expected none past {num_rows - 1}"
-        )
-    if len(new) == num_rows and len(known) == 0:
-        return new
-    rows = np.full((num_rows, *known.shape[1:]), missing_marker(known.dtype), dtype=known.dtype)
-    rows[start : start + len(new)] = new
-    rows[: len(known)] = known
-    return rows
-
-
 def finished(sample: RolloutSample) -> RolloutSample:
-    """Mark the missing rows of an aborted sample: a row for every token but the last."""
-    if sample.routed_experts is None or rows_known(sample) == sample.num_tokens - 1:
+    """Join the rows of a sample that grows no more: one for every token but the last.
+
+    Rows that never came are marked as missing.
+    """
+    known, num_rows = sample.routed_experts, sample.num_tokens - 1
+    if known is None or len(known) == num_rows:
         return sample
-    rows = merge_rows(
-        sample.routed_experts,
-        sample.routed_experts[:0],
-        start=0,
-        num_rows=sample.num_tokens - 1,
-        sample=str(sample.sample_id),
-    )
-    return replace(sample, routed_experts=rows)
+    return replace(sample, routed_experts=joined(known, sample.decoded, num_rows))
+
+
+def joined(like: np.ndarray, parts: Sequence[tuple[int, np.ndarray]], num_rows: int) -> np.ndarray:
+    """Put parts of rows at their places: ``num_rows`` rows of the kind of ``like``.
+
+    A single part that has them all is returned as it is.  Rows of no part are marked as missing.
+    """
+    if len(parts) == 1 and len(parts[0][1]) == num_rows:
+        return parts[0][1]
+    rows = np.full((num_rows, *like.shape[1:]), missing_marker(like.dtype), dtype=like.dtype)
+    for first, part in parts:
+        rows[first : first + len(part)] = part
+    return rows
 
 
 def oldest_version(sample: RolloutSample) -> int | None:

@@ -31,7 +31,7 @@ def read(name, routes=ROUTES, **sampling):
     how = SamplingParams(asked, ignore_eos=name != "stop", **sampling)
     request = stitch.next_request(before, how)
     sent = Sent("r.", vocab_size=512, may_abort=read_end(name) == "abort")
-    return stitch.extend(before, read_answer(answer, request, sent, routes=routes))
+    return stitch.finished(stitch.extend(before, read_answer(answer, request, sent, routes=routes)))
 
 
 def read_end(name):

@@ -50,7 +50,7 @@ def test_a_good_answer_becomes_a_sample_whose_arrays_cover_prompt_and_response()
     assert sample.rollout_log_probs.tolist() == [0, 0, 0, -0.5, -1.5]
     assert sample.rollout_log_probs.dtype == np.float32
     assert sample.weight_versions.tolist() == [-1, -1, -1, 4, 5]
-    np.testing.assert_array_equal(sample.routed_experts, ROUTES)
+    np.testing.assert_array_equal(stitch.finished(sample).routed_experts, ROUTES)
 
 
 def test_without_routes_asked_for_none_are_kept():
@@ -188,7 +188,9 @@ def test_the_rest_of_a_sample_is_added_behind_its_own_rows():
     rest["meta_info"]["routed_experts"] = encode_routed_experts(ROUTES[2:])
     whole = read(rest, resume_from=first)
     assert whole.token_ids.tolist() == [5, 6, 7, 9, 11, 9, 11] and whole.prompt_len == 3
-    np.testing.assert_array_equal(whole.routed_experts, np.concatenate([ROUTES, ROUTES[2:]]))
+    np.testing.assert_array_equal(
+        stitch.finished(whole).routed_experts, np.concatenate([ROUTES, ROUTES[2:]])
+    )
     assert whole.weight_versions.tolist() == [-1, -1, -1, 4, 5, 4, 5]
     whole_again = copy.deepcopy(rest)
     whole_again["meta_info"]["routed_experts"] = encode_routed_experts(

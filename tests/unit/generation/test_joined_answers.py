@@ -93,5 +93,5 @@ def test_rows_that_come_twice_are_recorded_as_they_came_first():
     whole = extend(sample, again)
     assert [(first, len(rows)) for first, rows in whole.decoded] == [(0, 4), (4, 2)]
     recorded = np.concatenate([rows for _, rows in whole.decoded])
-    np.testing.assert_array_equal(recorded, whole.routed_experts)
+    np.testing.assert_array_equal(recorded, finished(whole).routed_experts)
     assert recorded[:, 0, 1].tolist() == [1] * 4 + [2] * 2

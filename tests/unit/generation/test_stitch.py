@@ -15,7 +15,7 @@ from r3train.generation.stitch import (
     begin,
     extend,
     finished,
-    merge_rows,
+    joined,
     observe,
     rows_known,
 )
@@ -88,32 +88,23 @@ def test_every_row_is_of_the_forward_that_made_its_log_prob(prompt_len, counts, 
     assert sample.num_tokens == prompt_len + sum(counts), "no prefix is there twice"
 
 
-@settings(max_examples=200)
-@given(
-    known=st.integers(0, 6), first=st.integers(0, 10), new=st.integers(0, 6), tail=st.integers(0, 3)
-)
-def test_merged_rows_are_the_first_written_and_a_gap_is_marked(known, first, new, tail):
-    total = max(known, first + new) + tail
-    merged = merge_rows(
-        rows_of(range(known), 1),
-        rows_of(range(first, first + new), 2),
-        start=first,
-        num_rows=total,
-        sample="7",
-    )
-    for t in range(total):
-        if t < known:
-            assert merged[t, 0].tolist() == [t, 1, 0]
-        elif first <= t < first + new:
-            assert merged[t, 0].tolist() == [t, 2, 0]
-        else:
-            assert (merged[t] == 255).all()
+def test_rows_stand_at_their_places_and_a_gap_is_marked():
+    parts = [(0, rows_of(range(2), 1)), (3, rows_of(range(3, 5), 2))]
+    rows = joined(parts[0][1][:0], parts, 6)
+    assert rows[[0, 1, 3, 4], 0, :2].tolist() == [[0, 1], [1, 1], [3, 2], [4, 2]]
+    assert (rows[[2, 5]] == 255).all()
+
+
+def test_the_rows_of_a_single_answer_are_not_copied():
+    rows = rows_of(range(4), 1)
+    assert joined(rows[:0], [(0, rows)], 4) is rows
 
 
 def test_a_row_that_was_marked_missing_is_not_filled_by_a_later_computation():
-    sample = extend(start(2), segment(start(2), 2, source=0))
-    sample.routed_experts[1] = 255  # the engine sent -1
-    resumed = extend(sample, segment(sample, 2, source=1, start_len=0))
+    answer = segment(start(2), 2, source=0)
+    answer.rows[1] = 255  # the engine sent -1
+    sample = extend(start(2), answer)
+    resumed = finished(extend(sample, segment(sample, 2, source=1, start_len=0)))
     assert (resumed.routed_experts[1] == 255).all()
 
 
@@ -124,16 +115,17 @@ def test_observed_tokens_carry_no_loss_and_get_their_rows_with_the_next_turn():
     done = extend(asked, segment(asked, 2, source=0, finish_reason="stop"))
     assert done.loss_mask.tolist() == [False] * 2 + [True] * 3 + [False] * 2 + [True] * 2
     assert done.weight_versions.tolist() == [-1, -1, 0, 0, 0, -1, -1, 0, 0]
-    assert done.routed_experts[:, 0, 0].tolist() == list(range(8))
+    assert finished(done).routed_experts[:, 0, 0].tolist() == list(range(8))
 
 
 def test_rows_that_do_not_fit_are_refused_with_the_sample():
-    known = rows_of(range(3), 0)
-    for start_len, count, total in ((3, 3, 5), (-1, 2, 5), (0, 0, 2)):
-        with pytest.raises(ValueError, match="sample 7: rows 0..2 and .* expected none past"):
-            merge_rows(known, known[:count], start=start_len, num_rows=total, sample="7")
-    with pytest.raises(ValueError, match="sample 7: rows .* after rows"):
-        merge_rows(known, known.astype(np.uint16), start=3, num_rows=6, sample="7")
+    sample = extend(start(2), segment(start(2), 2, 0))
+    right = segment(sample, 2, 1)
+    for rows, first in ((right.rows, 2), (right.rows, 4), (right.rows[:-1], 3), (right.rows, -1)):
+        with pytest.raises(ValueError, match="sample 7: an answer brings rows .* to 4"):
+            extend(sample, replace(right, rows=rows, rows_start=first))
+    with pytest.raises(ValueError, match="sample 7: rows .* uint16 after rows .* uint8"):
+        extend(sample, replace(right, rows=right.rows.astype(np.uint16)))
 
 
 def test_routes_on_one_side_of_a_seam_alone_are_refused():

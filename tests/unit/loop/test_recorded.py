@@ -272,12 +272,12 @@ def test_the_planted_cut_from_earlier_positions_is_caught():
 
 @pytest.mark.parametrize("sample_a_turn", [False, True])
 def test_a_wrong_merge_is_caught(sample_a_turn, monkeypatch):
-    right = stitch.merge_rows
+    right = stitch.joined
 
-    def one_row_early(known, new, *, start, **options):
-        return right(known, new, start=max(start - 1, 0), **options)
+    def one_row_early(like, parts, num_rows):
+        return right(like, [(max(first - 1, 0), rows) for first, rows in parts], num_rows)
 
-    monkeypatch.setattr(stitch, "merge_rows", one_row_early)
+    monkeypatch.setattr(stitch, "joined", one_row_early)
     expected, dispatched, rows, rows_dispatched = expected_and_dispatched(play(sample_a_turn))
     assert all(expected[layer] != dispatched[layer] for layer in LAYERS)
 

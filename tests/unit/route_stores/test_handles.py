@@ -90,9 +90,16 @@ def test_a_sample_is_put_together_of_tickets_as_of_rows(prompt_len, turns):
 
 
 def test_rows_are_never_put_beside_tickets():
-    known, new = random_rows(np.random.default_rng(0), 3), handles.issue(1, 2)
-    with pytest.raises(ValueError, match="sample 7: rows .* uint64 after rows .* uint8"):
-        stitch.merge_rows(known, new, start=3, num_rows=5, sample="7")
+    prompt = Prompt("p", 0, "", np.arange(3, dtype=np.int32), None)
+    sample = stitch.begin(prompt, sample_id=7, group_id=1)
+    numbers = np.zeros(1, np.int32)
+    for start, rows in ((0, random_rows(np.random.default_rng(0), 3)), (3, handles.issue(1, 1))):
+        part = Segment(numbers, numbers.astype(np.float32), numbers, rows, start, "abort")
+        if start:
+            with pytest.raises(ValueError, match="sample 7: rows .* uint64 after rows .* uint8"):
+                stitch.extend(sample, part)
+        else:
+            sample = stitch.extend(sample, part)
 
 
 def test_keys_name_their_store_and_are_released_a_rollout_after_their_group_ended():
