@@ -9,7 +9,7 @@ import numpy as np
 
 from r3train.config.data_settings import DataSection, PromptFile
 from r3train.data.prompts import (
-    ChatTemplate,
+    chat_text,
     read_records,
     Record,
     require_messages,
@@ -51,7 +51,7 @@ def load_conversations(
     template = ChatTemplate(tokenizer, data)
     for record in read_records(file):
         messages = require_messages(record, data.input_key, required(record, data.input_key))
-        text, spans = _rendered(record, messages, template)
+        text, spans = _rendered(record, messages, template, data)
         tokens = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         token_ids = np.asarray(tokens["input_ids"], dtype=np.int32)
         begin, end = np.asarray(tokens["offset_mapping"], dtype=np.int64).reshape(-1, 2).T
@@ -136,7 +136,7 @@ def _up_to_stop(
 
 
 def _rendered(
-    record: Record, messages: list[dict[str, Any]], template: ChatTemplate
+    record: Record, messages: list[dict[str, Any]], template: ChatTemplate, data: DataSection
 ) -> tuple[str, list[tuple[int, int]]]:
     """The whole text, and the characters of each of the assistant's messages in it.
 
@@ -145,12 +145,12 @@ def _rendered(
     """
 
     where, spans = record.where, []
-    text = template.render(record, messages, asks=False)
+    text = chat_text(record, messages, template, data, asks=False)
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        before = template.render(record, messages[:i])
-        behind = template.render(record, messages[: i + 1], asks=False)
+        before = chat_text(record, messages[:i], template, data)
+        behind = chat_text(record, messages[: i + 1], template, data, asks=False)
         if not behind.startswith(before) or not text.startswith(behind):
             raise ValueError(
                 f"{where}: the chat template renders message {i + 1} otherwise within the conversation"

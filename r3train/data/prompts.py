@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice, takewhile
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ import numpy as np
 
 from r3train.config.data_settings import DataSection, PromptFile
 from r3train.config.files import downloads_nothing, require_regular
+from r3train.data.templates import ChatTemplate
 from r3train.ids import prompt_id
 from r3train.types import Prompt
 
@@ -22,9 +23,6 @@ if TYPE_CHECKING:
 _SHOWN_TOKENS, _SHOWN_TEXT = 64, 2000
 _UNKNOWN_SHARE = 0.1
 _BATCH = 256  # texts that are tokenised at once
-# words of an answer that no template has
-_STAND_IN = "r3train-stands-in-for-an-answer"
-_RESULT = "r3train-stands-in-for-a-result"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +57,7 @@ def load_prompts(
     prompts, overlong = [], []
     most, limit_name = limit
     template = ChatTemplate(tokenizer, data, tools) if data.apply_chat_template else None
-    texts = ((r, _prompt_text(r, data.input_key, template)) for r in read_records(file))
+    texts = ((r, _prompt_text(r, data, template)) for r in read_records(file))
     # a chat template writes the special tokens itself
     for record, text, tokens in _tokenized(texts, tokenizer, special=template is None):
         if not tokens:
@@ -248,136 +246,25 @@ def _tools(record: Record, key: str) -> list[Any] | None:
     return value or None
 
 
-@dataclass(frozen=True, slots=True)
-class ChatTemplate:
-    """The chat template of a tokenizer and what else is given to it."""
+def chat_text(
+    record: Record,
+    messages: list[dict[str, Any]],
+    template: ChatTemplate,
+    data: DataSection,
+    *,
+    asks: bool = True,
+) -> str:
+    """A row's messages as text, with its own tools if it has any; raises ValueError where the template fails.
 
-    tokenizer: Tokenizer
-    data: DataSection
-    tools: Sequence[dict[str, Any]] = ()  # of rows that have none of their own
-
-    def render(self, record: Record, messages: list[dict[str, Any]], *, asks: bool = True) -> str:
-        """Messages as text; raises ValueError naming the row where the template fails.
-
-        asks: end with the words that ask for an answer.
-        """
-        own = None if self.data.tool_key is None else _tools(record, self.data.tool_key)
-        return _whole(self._rendered(record.where, messages, asks, own or self.tools), record)
-
-    def reply(self, messages: list[dict[str, Any]], last: int) -> list[int]:
-        """Tokens after an answer that ends with token ``last``: its end, messages, the next opening.
-
-        The end is what the template writes after an answer; its first token is left out if it is
-        ``last``.  So is the opening of the first message where the template writes no end: the model
-        stops with it (GLM-4.5's ``<|user|>`` and ``<|observation|>``).  What comes before is never
-        rendered anew: the messages follow a stand-in for the answer, and all after its words counts.
-        Messages of role tool that a template writes after a call alone (gpt-oss) follow a stand-in with
-        a call of their tool.  Raises ValueError where the template fails.
-        """
-        closing, tokens = self._after(messages)
-        if tokens[:1] != [last]:
-            return tokens
-        is_end = closing[:1] == [last] if closing else self._is_added(last)
-        return tokens[1:] if is_end else tokens
-
-    def check_tools(self) -> None:
-        """Raise ValueError if the template does not show the tools, or what one answers."""
-        message, where = [{"role": "user", "content": _STAND_IN}], "tools"
-        shown = self._rendered(where, message, True, self.tools)
-        if shown == self._rendered(where, message, True, ()):
-            raise ValueError(
-                "the environment has tools, and the tokenizer's chat template does not show them"
-            )
-        result = {"role": "tool", "content": _RESULT}
-        if len(self.tools) > 1:
-            result["name"] = self._tool_names[0]
-        if _RESULT not in self._written_after([result])[1]:
-            raise ValueError(
-                "the environment has tools, and the tokenizer's chat template does not write messages"
-                " of role tool"
-            )
-
-    def _after(self, messages: list[dict[str, Any]]) -> tuple[list[int], list[int]]:
-        """The tokens that close an answer, and those with the messages and the next opening after them."""
-        call, text = self._written_after(messages)
-        if call is None:
-            return self._encode(self._behind([], asks=False)), self._encode(text)
-        closing = self._encode(call)[-1:]  # the token that ends a call
-        return closing, closing + self._encode(text)
-
-    def _written_after(self, messages: list[dict[str, Any]]) -> tuple[str | None, str]:
-        """The text with a call that the messages need before them, if they do, and their own text."""
-        try:
-            return None, self._behind(messages, asks=True)
-        except ValueError as error:
-            if not self.tools or not messages or messages[0]["role"] != "tool":
-                raise
-            name = self._called(messages, error)
-        # arguments and answer are stand-ins: what is behind the call does not depend on them
-        call = {"type": "function", "function": {"name": name, "arguments": {}}}
-        answer = {"role": "assistant", "content": _STAND_IN, "tool_calls": [call]}
-        before = [{"role": "user", "content": "."}, answer]
-        text = self._rendered("a reply", before, False, self.tools)
-        whole = self._rendered("a reply", [*before, *messages], True, self.tools)
-        if not whole.startswith(text):
-            raise ValueError(
-                "a reply: the chat template changes a call when messages of role tool follow it"
-            )
-        return text, whole[len(text) :]
-
-    def _called(self, messages: list[dict[str, Any]], error: ValueError) -> str:
-        """The name of the one tool whose answers begin the messages; raises ValueError if it is unknown.
-
-        error: what the template said to the answers without a call.
-        """
-        answers = takewhile(lambda message: message["role"] == "tool", messages)
-        names = {message.get("name") for message in answers}
-        if names == {None} and len(self._tool_names) == 1:
-            return self._tool_names[0]
-        if len(names) == 1 and names <= set(self._tool_names):
-            return names.pop()
-        raise ValueError(
-            f"{error}; if it writes messages of role tool after a call only, give each of a turn the"
-            f" name of the same tool ({', '.join(self._tool_names)}), got"
-            f" {', '.join(sorted(map(str, names)))}"
-        )
-
-    @property
-    def _tool_names(self) -> list[str]:
-        return [tool["function"]["name"] for tool in self.tools]
-
-    def _is_added(self, token: int) -> bool:
-        """True for a token that no text but its own gives, as special ones are."""
-        return token in self.tokenizer.get_added_vocab().values()
-
-    def _behind(self, messages: list[dict[str, Any]], *, asks: bool) -> str:
-        before = [{"role": "user", "content": "."}, {"role": "assistant", "content": _STAND_IN}]
-        text = self._rendered("a reply", [*before, *messages], asks, self.tools)
-        if text.count(_STAND_IN) != 1:
-            raise ValueError(
-                "a reply: the chat template does not write the content of the answer before it once"
-            )
-        return text.partition(_STAND_IN)[2]
-
-    def _encode(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens=False)
-
-    def _rendered(
-        self, where: str, messages: list[dict[str, Any]], asks: bool, tools: Sequence[Any]
-    ) -> str:
-        given = dict(self.data.apply_chat_template_kwargs)
-        if tools:
-            given["tools"] = list(tools)
-        try:
-            return self.tokenizer.apply_chat_template(
-                messages, add_generation_prompt=asks, tokenize=False, **given
-            )
-        except Exception as error:  # a template is a program: it may raise anything
-            raise ValueError(f"{where}: the chat template fails: {error}") from error
+    asks: end with the words that ask for an answer.
+    """
+    own = None if data.tool_key is None else _tools(record, data.tool_key)
+    return _whole(template.text(messages, own, asks=asks, where=record.where), record)
 
 
-def _prompt_text(record: Record, key: str, template: ChatTemplate | None) -> str:
+def _prompt_text(record: Record, data: DataSection, template: ChatTemplate | None) -> str:
     """The prompt as text; with ``template``, messages (or one user message) in its chat form."""
+    key = data.input_key
     value = required(record, key)
     if not isinstance(value, str) and template is None:
         raise ValueError(
@@ -389,7 +276,8 @@ def _prompt_text(record: Record, key: str, template: ChatTemplate | None) -> str
     if template is None:
         return _whole(value, record)
     messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
-    return template.render(record, require_messages(record, key, messages, "text or "))
+    messages = require_messages(record, key, messages, "text or ")
+    return chat_text(record, messages, template, data)
 
 
 def _whole(text: str, record: Record) -> str:

@@ -16,7 +16,7 @@ from r3train.config.rollout_settings import RolloutSection
 from r3train.cuda_environment import visible_gpus
 from r3train.families import has_fused_experts, sent_together
 from r3train.data.json_lines import append_lines
-from r3train.data.prompts import ChatTemplate
+from r3train.data.templates import ChatTemplate
 from r3train.environments.named_environments import get_environment, get_tools
 from r3train.observe.console import Phase, RunDisplay
 from r3train.launch.local_servers import start_servers

@@ -15,7 +15,8 @@ from r3train.config.evaluation_settings import EvalDataset
 from r3train.config.hf_facts import HfModelFacts
 from r3train.data.conversations import load_conversations
 from r3train.data.file_fingerprint import FileFingerprint
-from r3train.data.prompts import ChatTemplate, load_prompts
+from r3train.data.prompts import load_prompts
+from r3train.data.templates import ChatTemplate
 from r3train.ids import prompt_id
 from r3train.launch.job import EvalData, stop_token_ids
 from r3train.rewards.scoring import Scorer

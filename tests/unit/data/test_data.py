@@ -14,7 +14,8 @@ from r3train.config.data_settings import DataSection, PromptFile
 from r3train.cpu.torchvision_stub import declare_torchvision_ops
 from r3train.data import PromptOrder, load_tokenizer
 from r3train.data.order import MixedOrder
-from r3train.data.prompts import ChatTemplate, unknown_tokens
+from r3train.data.prompts import unknown_tokens
+from r3train.data.templates import ChatTemplate
 from r3train.types import Prompt
 from tests.all_prompts import all_prompts
 

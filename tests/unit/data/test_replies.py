@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from r3train.config import RunConfig
 from r3train.config.data_settings import DataSection
-from r3train.data.prompts import ChatTemplate
+from r3train.data.templates import ChatTemplate
 from r3train.launch.read_data import check_tools
 
 SPECIAL = ["<|user|>", "<|observation|>", "<|assistant|>", "<|start|>", "<|end|>", "<|call|>"]

@@ -18,7 +18,7 @@ from tests.e2e.tool_calculator import ToolCalculator, use_template
 from tests.unit.simulated_engine import PROMPT_LEN, SimulatedEngine, rollout_section
 
 from r3train.config.data_settings import DataSection
-from r3train.data.prompts import ChatTemplate
+from r3train.data.templates import ChatTemplate
 from r3train.data.tokenizer import load_tokenizer
 
 from r3train.environments import StepResult, Turn, get_environment
