@@ -1,0 +1,214 @@
+"""OpenAI's chat dialect: bodies of /v1/chat/completions read, answers and errors written."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from r3train.chat.base import ChatAnswer, ChatRefused, ChatRequest
+from r3train.chat.messages import checked_messages, checked_tools
+from r3train.user_code import quoted
+
+# Fields that would change what the harness gets: the values that ask for nothing, and why others are refused.
+_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "n": ((None, 1), "one answer per request; ask again for another"),
+    "response_format": ((None, {"type": "text"}), "answers are free text"),
+    "logit_bias": ((None, {}), "sampling is the run's"),
+    "presence_penalty": ((None, 0), "sampling is the run's"),
+    "frequency_penalty": ((None, 0), "sampling is the run's"),
+    "modalities": ((None, ["text"]), "only text is supported"),
+    "audio": ((None,), "only text is supported"),
+    "functions": ((None, []), "give tools"),
+    "function_call": ((None,), "give tools"),
+    "web_search_options": ((None,), "tools are the harness's"),
+}
+# Fields without effect, and the values of them that ask for nothing else.
+_IGNORED: dict[str, tuple[Any, ...]] = {
+    "temperature": (None,),
+    "top_p": (None,),
+    "top_k": (None,),
+    "min_p": (None,),
+    "seed": (None,),
+    "tool_choice": (None, "auto"),
+    "parallel_tool_calls": (None, True),
+    "reasoning_effort": (None,),
+    "verbosity": (None,),
+    "logprobs": (None, False),
+    "top_logprobs": (None, 0),
+    "prediction": (None,),
+}
+# Fields that are read here, and the accounting of OpenAI's that no answer depends on.
+_OTHERS = frozenset(
+    "model messages tools max_tokens max_completion_tokens stop stream stream_options metadata user store"
+    " service_tier safety_identifier prompt_cache_key prompt_cache_retention".split()
+)
+_MOST_STOPS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class ChatCall:
+    """A request and the form in which its answer goes back."""
+
+    request: ChatRequest
+    model: str  # the name that the client gave, for its answer
+    stream: bool = False
+    include_usage: bool = False  # of a stream
+
+
+def read_request(body: bytes, retry_header: str | None = None) -> ChatCall:
+    """Read a body of /v1/chat/completions; raises ChatRefused (400) with one line for the client.
+
+    retry_header: the value of x-stainless-retry-count, with which OpenAI's clients mark their retries.
+    """
+    fields = json_object(body)
+    for name, (harmless, why) in _REFUSED.items():
+        if not _is_one_of(fields.get(name), harmless):
+            raise _refused(f"{name} {quoted(fields[name])} is not supported: {why}")
+    options = fields.get("stream_options")
+    if not isinstance(options, (dict, type(None))):
+        raise _refused(f"stream_options {quoted(options)}: expected a table")
+    model = fields.get("model")
+    if not isinstance(model, (str, type(None))):
+        raise _refused(f"model {quoted(model)}: expected text")
+    bounds = [_positive(fields, name) for name in ("max_completion_tokens", "max_tokens")]
+    request = ChatRequest(
+        messages=checked_messages(fields.get("messages")),
+        digest=digest_of(body),
+        tools=checked_tools(fields.get("tools")),
+        max_tokens=min((bound for bound in bounds if bound is not None), default=None),
+        stop=stop_texts(fields.get("stop"), "stop"),
+        retry=_retries(retry_header),
+        ignored=_ignored(fields),
+    )
+    return ChatCall(
+        request,
+        model=model or "r3train",
+        stream=switch(fields, "stream"),
+        include_usage=switch(options or {}, "include_usage"),
+    )
+
+
+def answer_json(answer: ChatAnswer, call: ChatCall) -> bytes:
+    """An answer as the body that OpenAI's API gives."""
+    choice = {
+        "index": 0,
+        "message": answer.message,
+        "finish_reason": answer.finish_reason,
+        "logprobs": None,
+    }
+    return orjson.dumps(
+        _head("chat.completion", call) | {"choices": [choice], "usage": _usage(answer)}
+    )
+
+
+def answer_events(answer: ChatAnswer, call: ChatCall) -> bytes:
+    """A whole answer as server-sent events: the message, its end, the usage if asked for, and [DONE]."""
+    head = _head("chat.completion.chunk", call)
+    if call.include_usage:
+        head["usage"] = None
+    parts = [head | {"choices": [choice]} for choice in _choices(answer)]
+    if call.include_usage:
+        parts.append(head | {"choices": [], "usage": _usage(answer)})
+    return b"".join(b"data: %s\n\n" % part for part in (*map(orjson.dumps, parts), b"[DONE]"))
+
+
+def error_json(refused: ChatRefused) -> bytes:
+    """A refusal in the form of OpenAI's errors."""
+    kind = "invalid_request_error" if refused.status < 500 else "server_error"
+    error = {"message": str(refused), "type": kind, "param": None, "code": refused.code}
+    return orjson.dumps({"error": error})
+
+
+def json_object(body: bytes) -> dict[str, Any]:
+    """The fields of a body; raises ChatRefused (400) for what is no JSON object."""
+    try:
+        fields = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise _refused(f"the body is not JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise _refused(f"the body is {quoted(fields)}, expected a JSON object")
+    return fields
+
+
+def digest_of(body: bytes) -> bytes:
+    """16 bytes of a body: clients send a retry with the same bytes."""
+    return hashlib.blake2b(body, digest_size=16).digest()
+
+
+def stop_texts(value: Any, name: str) -> tuple[str, ...]:
+    """The texts that end an answer; raises ChatRefused (400)."""
+    texts = [value] if isinstance(value, str) else [] if value is None else value
+    if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
+        raise _refused(f"{name} {quoted(value)}: expected a text or a list of texts, none empty")
+    if len(texts) > _MOST_STOPS:
+        raise _refused(f"{name}: {len(texts)} texts, expected at most {_MOST_STOPS}")
+    return tuple(texts)
+
+
+def switch(fields: dict[str, Any], name: str) -> bool:
+    """A field that is true, false or absent; raises ChatRefused (400)."""
+    value = fields.get(name)
+    if not isinstance(value, (bool, type(None))):
+        raise _refused(f"{name} {quoted(value)}: expected true or false")
+    return bool(value)
+
+
+def _positive(fields: dict[str, Any], name: str) -> int | None:
+    value = fields.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise _refused(f"{name} {quoted(value)}: expected a whole number of at least 1")
+    return value
+
+
+def _retries(header: str | None) -> int:
+    """The client's count of its retries; what is no number is no mark."""
+    return int(header) if header and len(header) < 5 and header.isdecimal() else 0
+
+
+def _ignored(fields: dict[str, Any]) -> tuple[str, ...]:
+    names = [
+        name for name, harmless in _IGNORED.items() if not _is_one_of(fields.get(name), harmless)
+    ]
+    known = _OTHERS | _REFUSED.keys() | _IGNORED.keys()
+    if any(value is not None for name, value in fields.items() if name not in known):
+        names.append("other")
+    return tuple(names)
+
+
+def _is_one_of(value: Any, accepted: tuple[Any, ...]) -> bool:
+    """True for a JSON value among others; 1 and true are two."""
+    same_kind = (other for other in accepted if isinstance(value, bool) == isinstance(other, bool))
+    return any(value == other for other in same_kind)
+
+
+def _head(kind: str, call: ChatCall) -> dict[str, Any]:
+    name = f"chatcmpl-{secrets.token_hex(12)}"
+    return {"id": name, "object": kind, "created": int(time.time()), "model": call.model}
+
+
+def _usage(answer: ChatAnswer) -> dict[str, int]:
+    return {
+        "prompt_tokens": answer.prompt_tokens,
+        "completion_tokens": answer.completion_tokens,
+        "total_tokens": answer.prompt_tokens + answer.completion_tokens,
+    }
+
+
+def _choices(answer: ChatAnswer) -> Iterator[dict[str, Any]]:
+    delta = dict(answer.message)
+    if calls := delta.get("tool_calls"):
+        delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
+    for part, reason in ((delta, None), ({}, answer.finish_reason)):
+        yield {"index": 0, "delta": part, "finish_reason": reason, "logprobs": None}
+
+
+def _refused(text: str) -> ChatRefused:
+    return ChatRefused(400, "invalid_request_error", text)
