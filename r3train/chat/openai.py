@@ -110,8 +110,6 @@ def answer_json(answer: ChatAnswer, call: ChatCall) -> bytes:
 def answer_events(answer: ChatAnswer, call: ChatCall) -> bytes:
     """A whole answer as server-sent events: the message, its end, the usage if asked for, and [DONE]."""
     head = _head("chat.completion.chunk", call)
-    if call.include_usage:
-        head["usage"] = None
     parts = [head | {"choices": [choice]} for choice in _choices(answer)]
     if call.include_usage:
         parts.append(head | {"choices": [], "usage": _usage(answer)})

@@ -1,0 +1,62 @@
+"""A session for tests of the door: it answers by a script and keeps what it was told."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from r3train.agents.http import Access, Door
+from r3train.chat.base import ChatAnswer, ChatRequest
+
+TOOL = {
+    "type": "function",
+    "function": {"name": "add", "strict": True, "parameters": {"type": "object"}},
+}
+
+
+class Script:
+    """Answers the number of the call, or the next of ``answers``; an exception among them is raised.
+
+    ``may_answer`` holds answers back while it is clear.
+    """
+
+    def __init__(self, *answers: dict[str, Any] | Exception) -> None:
+        self.answers = list(answers)
+        self.requests: list[ChatRequest] = []
+        self.told: list[tuple[int, bool]] = []  # (call, whether its answer was delivered)
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
+        self.cancelled = 0
+
+    async def __call__(self, request: ChatRequest):
+        number = len(self.requests)
+        self.requests.append(request)
+        try:
+            await self.may_answer.wait()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        given = self.answers.pop(0) if self.answers else {"content": str(number)}
+        if isinstance(given, Exception):
+            raise given
+        message = {"role": "assistant", **given}
+        reason = "tool_calls" if "tool_calls" in message else "stop"
+        return ChatAnswer(message, reason, 7, 5), lambda kept: self.told.append((number, kept))
+
+
+@asynccontextmanager
+async def opened(script: Any, **settings: Any) -> AsyncIterator[tuple[Door, Access]]:
+    """A door with one session that ``script`` answers."""
+    door = Door(**settings)
+    try:
+        yield door, await door.open(script)
+    finally:
+        await door.stop()
+
+
+async def until(holds) -> None:
+    """Wait until ``holds()``; the test's own limit ends a wait in vain."""
+    while not holds():
+        await asyncio.sleep(0.01)

@@ -1,0 +1,359 @@
+"""The door, asked by the unmodified openai client and by raw sockets."""
+
+import asyncio
+import gzip
+
+import aiohttp
+import openai
+import orjson
+import pytest
+
+from r3train.agents.http import Door
+from r3train.chat.base import ChatRefused
+from tests.unit.agents.scripted import TOOL, Script, opened, until
+
+_ASK = [{"role": "user", "content": "hi"}]
+
+
+def _client(access, **settings):
+    return openai.AsyncOpenAI(base_url=access.base_url, api_key=access.key, **settings)
+
+
+async def _ask(client, **fields):
+    return await client.chat.completions.create(model="m", messages=_ASK, **fields)
+
+
+async def _post(access, body=None, retry=0, path="/chat/completions", **settings):
+    """Status and JSON of one request without the openai client."""
+    headers = {"Authorization": f"Bearer {access.key}", "x-stainless-retry-count": str(retry)}
+    headers |= settings.pop("headers", {})
+    data = orjson.dumps({"model": "m", "messages": _ASK}) if body is None else body
+    async with aiohttp.ClientSession() as session:
+        async with session.post(
+            access.base_url + path, data=data, headers=headers, **settings
+        ) as response:
+            return response.status, await response.json()
+
+
+async def _leave(access):
+    """Send a request on a connection of its own, which the caller closes."""
+    host = access.base_url.removeprefix("http://").removesuffix("/v1")
+    name, _, port = host.partition(":")
+    _, writer = await asyncio.open_connection(name, int(port))
+    body = orjson.dumps({"model": "m", "messages": _ASK})
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {access.key}\r\n"
+    writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    await writer.drain()
+    return writer
+
+
+_MESSAGES = [
+    {"content": "a\n\ndata: é\u2028"},
+    {
+        "content": None,
+        "reasoning_content": "hm",
+        "tool_calls": [
+            {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}},
+            {"id": "c2", "type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}},
+        ],
+    },
+]
+
+
+@pytest.mark.parametrize("message", _MESSAGES)
+async def test_the_openai_client_gets_a_stream_that_equals_json(message):
+    script = Script(message, message)
+    async with opened(script) as (_, access):
+        client = _client(access)
+        whole = await _ask(client, tools=[TOOL])
+        options = {"include_usage": True}
+        async with client.chat.completions.stream(
+            model="m", messages=_ASK, tools=[TOOL], stream_options=options
+        ) as stream:
+            streamed = await stream.get_final_completion()
+    assert whole.usage == streamed.usage and whole.usage.total_tokens == 12
+    choices = [answer.choices[0].model_dump() for answer in (whole, streamed)]
+    for choice in choices:
+        for call in choice["message"].get("tool_calls") or ():
+            call.pop("index", None)
+            call["function"].pop("parsed_arguments", None)
+        choice["message"].pop("parsed", None)
+    assert choices[0] == choices[1]
+    assert choices[0]["message"]["content"] == message["content"]
+    assert script.requests[0].tools == [TOOL]
+    assert script.told == [(0, True), (1, True)]
+
+
+async def test_an_answer_is_told_delivered_before_the_client_asks_on():
+    script = Script()
+    async with opened(script) as (_, access):
+        client = _client(access)
+        for turn in range(20):
+            assert len(script.told) == turn
+            await _ask(client)
+    assert script.told == [(turn, True) for turn in range(20)]
+
+
+async def test_a_marked_retry_joins_the_call_in_flight():
+    script = Script()
+    async with opened(script) as (door, access):
+        script.may_answer.clear()
+        asked = asyncio.create_task(_ask(_client(access, timeout=1.0, max_retries=5)))
+        await until(lambda: door.stats().get("retries_joined"))
+        script.may_answer.set()
+        assert (await asked).choices[0].message.content == "0"
+        assert len(script.requests) == 1 and script.told == [(0, True)]
+        assert "undelivered" not in door.stats()
+
+
+async def test_a_marked_retry_gets_the_recorded_answer():
+    script = Script()
+    async with opened(script) as (_, access):
+        assert await _post(access) == await _post(access, retry=1)
+    assert len(script.requests) == 1 and script.told == [(0, True)]
+
+
+async def test_two_equal_requests_without_a_mark_are_two_calls():
+    script = Script()
+    async with opened(script) as (_, access):
+        client = _client(access)
+        answers = await asyncio.gather(_ask(client), _ask(client))
+    assert {answer.choices[0].message.content for answer in answers} == {"0", "1"}
+    assert len(script.told) == 2
+
+
+async def test_the_retries_of_two_equal_requests_get_both_answers():
+    script = Script()
+    async with opened(script) as (door, access):
+        script.may_answer.clear()
+        gone = [await _leave(access), await _leave(access)]
+        await until(lambda: len(script.requests) == 2)
+        for writer in gone:
+            writer.close()
+            await writer.wait_closed()
+        first = asyncio.create_task(_post(access, retry=1))
+        await until(lambda: door.stats().get("retries_joined") == 1)
+        second = asyncio.create_task(_post(access, retry=1))
+        await until(lambda: door.stats().get("retries_joined") == 2)
+        script.may_answer.set()
+        answers = [
+            answer["choices"][0]["message"]["content"] for _, answer in (await first, await second)
+        ]
+    assert sorted(answers) == ["0", "1"] and sorted(script.told) == [(0, True), (1, True)]
+
+
+async def test_an_unknown_retry_and_one_of_a_failed_call_ask_the_model():
+    script = Script(ChatRefused(400, "context_length_exceeded", "too long"))
+    async with opened(script) as (_, access):
+        assert (await _post(access, retry=1))[0] == 400
+        assert (await _post(access, retry=2))[0] == 200
+    assert len(script.requests) == 2
+
+
+async def test_a_client_that_goes_away_does_not_cancel_and_its_answer_is_undelivered():
+    script = Script()
+    async with opened(script) as (door, access):
+        script.may_answer.clear()
+        writer = await _leave(access)
+        await until(lambda: script.requests)
+        writer.close()
+        await writer.wait_closed()
+        await asyncio.sleep(0.1)  # a cancellation would come now
+        script.may_answer.set()
+        await until(lambda: door.stats().get("answers"))
+        await asyncio.sleep(0.1)  # as would a delivery
+        assert (script.cancelled, script.told) == (0, [])
+        await door.close(access.key)
+        assert script.told == [(0, False)] and door.stats()["undelivered"] == 1
+
+
+async def test_an_answer_that_its_client_left_goes_to_the_retry():
+    script = Script()
+    async with opened(script, max_parallel=1) as (door, access):
+        script.may_answer.clear()
+        writer = await _leave(access)
+        await until(lambda: script.requests)
+        writer.close()
+        await writer.wait_closed()
+        script.may_answer.set()
+        await until(lambda: door.stats().get("answers"))
+        assert (await _post(access, retry=1))[0] == 200
+        assert script.told == [(0, True)] and len(script.requests) == 1
+        assert (await _post(access))[0] == 200  # a retry holds no slot
+
+
+async def test_an_answer_at_the_sessions_end_is_not_given_if_it_was_told_undelivered():
+    script = Script()
+    async with opened(script) as (door, access):
+        ends = []
+
+        async def answer(request):
+            ends.append(
+                asyncio.ensure_future(door.close(second.key))
+            )  # runs before the door's handler
+            return await script(request)
+
+        second = await door.open(answer)
+        assert (await _post(second))[0] == 403
+        await ends[0]
+    assert script.told == [(0, False)]
+
+
+async def test_the_end_of_a_session_cancels_its_calls_and_refuses_its_key():
+    script = Script()
+    async with opened(script) as (door, access):
+        script.may_answer.clear()
+        client = _client(access)
+        asked = asyncio.create_task(_ask(client))
+        await until(lambda: script.requests)
+        await door.close(access.key)
+        with pytest.raises(openai.PermissionDeniedError, match="session_over"):
+            await asked
+        with pytest.raises(openai.PermissionDeniedError, match="session_over"):
+            await _ask(client)
+    assert (script.cancelled, script.told, len(script.requests)) == (1, [], 1)
+
+
+async def test_a_key_opens_its_own_session_only():
+    one, other = Script({"content": "one"}), Script({"content": "other"})
+    async with opened(one) as (door, access):
+        second = await door.open(other)
+        assert len(access.key) == len("sk-r3train-") + 48 and second.key != access.key
+        assert (await _ask(_client(second))).choices[0].message.content == "other"
+        assert (await _ask(_client(access))).choices[0].message.content == "one"
+        with pytest.raises(openai.AuthenticationError, match="no session has this key"):
+            await openai.AsyncOpenAI(base_url=access.base_url, api_key="sk-x").models.list()
+        await door.close(second.key)
+        assert (await _ask(_client(access))).choices[0].message.content == "1"
+    assert (len(one.requests), len(other.requests)) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    "error, code",
+    [
+        (ChatRefused(400, "context_length_exceeded", "too long"), "context_length_exceeded"),
+        (RuntimeError("no server"), "answer_failed"),
+    ],
+)
+async def test_what_fails_is_asked_once(error, code):
+    script = Script(error)
+    async with opened(script) as (_, access):
+        with pytest.raises(openai.BadRequestError) as refused:
+            await _ask(_client(access, max_retries=3))
+    assert refused.value.code == code and len(script.requests) == 1
+
+
+async def test_more_requests_than_may_run_at_once_wait():
+    script = Script()
+    async with opened(script, max_parallel=2) as (_, access):
+        script.may_answer.clear()
+        client = _client(access)
+        asked = [asyncio.create_task(_ask(client)) for _ in range(5)]
+        await until(lambda: len(script.requests) == 2)
+        await asyncio.sleep(0.3)
+        assert len(script.requests) == 2
+        script.may_answer.set()
+        await asyncio.gather(*asked)
+    assert len(script.requests) == 5
+
+
+async def test_a_request_whose_client_left_while_it_waited_asks_for_nothing():
+    script = Script()
+    async with opened(script, max_parallel=1) as (door, access):
+        script.may_answer.clear()
+        asked = asyncio.create_task(_post(access))
+        await until(lambda: script.requests)
+        writer = await _leave(access)
+        await asyncio.sleep(0.1)  # it is among those that wait
+        writer.close()
+        await writer.wait_closed()
+        await asyncio.sleep(0.1)
+        script.may_answer.set()
+        await asked
+        await until(lambda: door.stats().get("refused"))
+    assert len(script.requests) == 1
+
+
+async def test_requests_that_wait_are_refused_at_the_end():
+    script = Script()
+    async with opened(script, max_parallel=1) as (door, access):
+        script.may_answer.clear()
+        asked = [asyncio.create_task(_post(access)) for _ in range(3)]
+        await until(lambda: script.requests)
+        await door.close(access.key)
+        assert {status for status, _ in await asyncio.gather(*asked)} == {403}
+    assert len(script.requests) == 1
+
+
+async def test_models_are_listed():
+    async with opened(Script()) as (_, access):
+        assert [model.id async for model in _client(access).models.list()] == ["r3train"]
+
+
+@pytest.mark.parametrize("path", ["/responses", "/completions", "/", "/chat/completions/x"])
+async def test_another_path_is_told_the_one_there_is(path):
+    async with opened(Script()) as (_, access):
+        status, answer = await _post(access, path=path)
+    assert status == 404 and "there is POST /v1/chat/completions" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "body, headers, status, what",
+    [
+        (b"{", {}, 400, "not JSON"),
+        (b"x" * ((64 << 20) + 1), {}, 413, "67108864 bytes"),
+        (b"no gzip", {"Content-Encoding": "gzip"}, 400, "gzip"),
+        (gzip.compress(b"x" * ((64 << 20) + 1)), {"Content-Encoding": "gzip"}, 413, "67108864"),
+    ],
+    ids=["no JSON", "too large", "no gzip", "a gzip bomb"],
+)
+async def test_a_bad_body_is_refused_in_openais_form(body, headers, status, what):
+    script = Script()
+    async with opened(script) as (door, access):
+        got, answer = await _post(access, body, headers=headers)
+        assert got == status and what in answer["error"]["message"]
+        assert (await _post(access))[0] == 200
+        assert door.stats() == {"refused": 1, "answers": 1}
+
+
+async def test_a_body_that_breaks_off_holds_no_slot():
+    script = Script()
+    async with opened(script, max_parallel=1) as (_, access):
+        host, _, port = access.base_url.removeprefix("http://").removesuffix("/v1").partition(":")
+        _, writer = await asyncio.open_connection(host, int(port))
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nx-api-key: {access.key}\r\n"
+        writer.write(f"{head}Content-Length: 99\r\n\r\n{{".encode())
+        await writer.drain()
+        asked = asyncio.create_task(_post(access))
+        await asyncio.sleep(0.2)
+        assert not asked.done()
+        writer.close()
+        assert (await asked)[0] == 200
+
+
+async def test_ignored_fields_are_counted():
+    async with opened(Script()) as (door, access):
+        await _ask(_client(access), temperature=0.5, tool_choice="required")
+        await _ask(_client(access), temperature=0.5)
+        assert door.stats() == {"answers": 2, "ignored_temperature": 2, "ignored_tool_choice": 1}
+
+
+async def test_a_posted_reward_is_taken_where_it_may_be():
+    rewards, door = [], Door()
+    try:
+        taking, other = await door.open(Script(), rewards.append), await door.open(Script())
+        assert (await _post(taking, b"1.5", path="/r3train/reward"))[0] == 200
+        assert (await _post(taking, b'{"a": 1}', path="/r3train/reward"))[0] == 200
+        status, answer = await _post(taking, b"NaN", path="/r3train/reward")
+        assert status == 400 and "expected a finite number" in answer["error"]["message"]
+        assert (await _post(other, b"1", path="/r3train/reward"))[0] == 404
+    finally:
+        await door.stop()
+    assert rewards == [1.5, {"a": 1.0}]
+
+
+async def test_a_port_that_is_taken_is_refused_in_one_line():
+    async with opened(Script()) as (_, access):
+        port = int(access.base_url.rsplit(":", 1)[1].removesuffix("/v1"))
+        with pytest.raises(ValueError, match=f"--agent-port {port}: cannot listen there"):
+            await Door(port=port).start()
