@@ -188,6 +188,9 @@ class RolloutSample:
     teacher_log_probs: np.ndarray | None = None  # float32[T]
     # sampling masks as each answer brought them: (index of the first token, counts, ids)
     decoded_masks: tuple[tuple[int, np.ndarray, np.ndarray], ...] = ()
+    # of an agent's session, on its last sample: (sample id, first token, end, crc32 of the tokens up to there)
+    # of each call that was delivered, see chat/custody.py
+    custody: Sequence[Sequence[int]] | None = None
     # with reward_keys: the numbers of the reward's table at these keys, in their order
     reward_parts: Sequence[float] | None = None
 

@@ -175,6 +175,50 @@ def observe(sample: RolloutSample, token_ids: Sequence[int]) -> RolloutSample:
     )
 
 
+def cut(sample: RolloutSample, end: int) -> RolloutSample:
+    """The first ``end`` tokens of a growing sample, as if nothing had followed: rows of all but the last."""
+    kept, ids = sample.mask_counts, sample.mask_ids
+    if kept is not None:
+        kept = kept[:end]
+        ids = sample.mask_ids[: int(kept.sum())]
+    masks = []
+    for first, counts, part in sample.decoded_masks:
+        if first < end:
+            counts = counts[: end - first]
+            masks.append((first, counts, part[: int(counts.sum())]))
+    return replace(
+        sample,
+        token_ids=sample.token_ids[:end],
+        loss_mask=sample.loss_mask[:end],
+        rollout_log_probs=sample.rollout_log_probs[:end],
+        weight_versions=sample.weight_versions[:end],
+        decoded=tuple((at, rows[: end - 1 - at]) for at, rows in sample.decoded if at < end - 1),
+        mask_counts=kept,
+        mask_ids=ids,
+        decoded_masks=tuple(masks),
+    )
+
+
+def forked(
+    sample: RolloutSample, end: int, token_ids: Sequence[int], *, sample_id: int
+) -> RolloutSample:
+    """Begin another sample with the first ``end`` tokens of one, and ``token_ids`` after them, as its prompt.
+
+    It keeps the rows, versions and sampling masks of what the model sampled, and none of the loss.
+    """
+    begun = observe(cut(sample, end), token_ids)
+    length = begun.num_tokens
+    return replace(
+        begun,
+        sample_id=sample_id,
+        prompt_len=length,
+        loss_mask=np.zeros(length, dtype=bool),
+        rollout_log_probs=np.zeros(length, dtype=np.float32),
+        generation_s=0.0,
+        num_retractions=0,
+    )
+
+
 def finished(sample: RolloutSample) -> RolloutSample:
     """Join the rows of a sample that grows no more: one for every token but the last.
 

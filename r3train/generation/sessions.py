@@ -1,0 +1,407 @@
+"""The session of one agent: its calls of the model, as growing samples.
+
+A call is one answer.  Its parent is the deepest call whose messages begin the request's.  A chain is one sample: a
+call that goes on from the tip of a chain extends it, with the tokens that the chat template writes behind the
+answer.  Any other call begins a chain: a fork, whose prompt is cut from its parent's chain token for token, or a
+root, whose messages are rendered whole.  What the model sampled has loss in the chain that sampled it, and nowhere
+else; it is never tokenised again.
+
+A session belongs to one event loop.  Nothing of it changes before an answer is complete, apart from a chain that
+is busy meanwhile.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, KW_ONLY, replace
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+
+from r3train.chat import custody
+from r3train.chat.base import ChatAnswer, ChatRefused, ChatRequest, Message, Parse
+from r3train.chat.messages import message_key
+from r3train.data.templates import SessionTemplate
+from r3train.engine.backend import SamplingParams
+from r3train.generation import stitch
+from r3train.generation.episode import Generate
+from r3train.ids import NO_GROUP
+from r3train.types import Prompt, RolloutSample
+
+# Servers have no tokenizer: an answer with stop texts is asked for in pieces of so many tokens.
+_STOP_PIECE = 32
+
+Delivered = Callable[[bool], None]
+
+
+@dataclass(frozen=True)
+class SessionSettings:
+    """What all sessions of a run have in common.
+
+    decode: the text of tokens, with special ones.  history: append, or template, which continues a chain only
+    where the rendering of the whole request begins with the chain's text.  max_calls: also the sample ids that a
+    session may take.
+    """
+
+    template: SessionTemplate
+    parse: Parse
+    decode: Callable[[Sequence[int]], str]
+    sampling: SamplingParams
+    max_context_len: int
+    history: Literal["append", "template"] = "append"
+    max_calls: int = 64
+
+
+@dataclass(eq=False)
+class Chain:
+    """One growing sample.  first_prompt: tokens of the request that it, or what it forked from, began with."""
+
+    sample: RolloutSample
+    begins: Literal["root", "fork"]
+    first_prompt: int
+    calls: list[Call] = field(default_factory=list)
+    busy: bool = False
+
+    @property
+    def tip(self) -> Call | None:
+        """The last of the chain's calls."""
+        return self.calls[-1] if self.calls else None
+
+
+@dataclass(eq=False)
+class Call:
+    """One complete answer: tokens start..end of its chain, behind ``at`` messages.
+
+    ended: its last token is one at which the model stops.  delivered: None until it is known whether the agent
+    got it.
+    """
+
+    number: int
+    chain: Chain
+    parent: Call | None
+    at: int
+    answer: Message
+    start: int
+    end: int
+    ended: bool
+    entry: custody.Entry
+    finish_reason: str
+    delivered: bool | None = None
+
+
+@dataclass(eq=False)
+class _Place:
+    """Where a request goes on: its chain, and the sample with the request's tokens."""
+
+    request: ChatRequest
+    parent: Call | None
+    prefix: bytes  # digest of tools and messages
+    chain: Chain
+    sample: RolloutSample
+    is_new: bool
+
+
+@dataclass(eq=False)
+class Session:
+    """The calls of one agent; ``answer`` is what a chat endpoint calls.
+
+    generate: gives one answer to a sample's tokens.  fail: told of errors that end the run; the agent's request is
+    refused then.
+    """
+
+    settings: SessionSettings
+    generate: Generate
+    prompt: Prompt
+    sample_id: int
+    _: KW_ONLY
+    fail: Callable[[BaseException], None]
+
+    def __post_init__(self) -> None:
+        self.chains: list[Chain] = []
+        self.calls: list[Call] = []
+        self.counts: Counter[str] = Counter()
+        self._in_flight = 0
+        self._ends: dict[bytes, list[Call]] = {}  # by the digest of all messages up to the answer
+
+    # ---- a request ---------------------------------------------------------------------------------
+
+    async def answer(self, request: ChatRequest) -> tuple[ChatAnswer, Delivered]:
+        """Answer a request; returns the answer, and what is to be told whether the agent got it.
+
+        Raises ChatRefused: nothing has changed then.
+        """
+        place = self._place(request)
+        self._in_flight += 1
+        place.chain.busy = True
+        try:
+            before = place.sample.num_tokens
+            sample, text = await self._sampled(place)
+            call, answer = self._complete(place, sample, text)
+        except ChatRefused:
+            raise
+        except Exception as error:  # of servers, or the user's parser: the run ends with it
+            self.fail(error)
+            raise ChatRefused(400, "engine_error", "the run has failed: see its log") from error
+        finally:
+            self._in_flight -= 1
+            place.chain.busy = False
+            if place.chain.tip is None:
+                self.chains.remove(place.chain)
+        self.counts.update(f"ignored_{name}" for name in request.ignored)
+        return (
+            ChatAnswer(
+                call.answer,
+                "tool_calls" if "tool_calls" in answer else _finish(call.finish_reason),
+                prompt_tokens=before,
+                completion_tokens=call.end - call.start,
+            ),
+            partial(self._settle, call),
+        )
+
+    def _settle(self, call: Call, delivered: bool) -> None:
+        if call.delivered is None:
+            call.delivered = delivered
+
+    def _place(self, request: ChatRequest) -> _Place:
+        """Find where a request goes on; a new chain takes its id at once."""
+        if len(self.calls) + self._in_flight >= self.settings.max_calls:
+            raise ChatRefused(
+                403, "session_over", f"the session has had its {self.settings.max_calls} calls"
+            )
+        prefixes = _prefixes(request)
+        parent, at = self._parent(request.messages, prefixes)
+        try:
+            made = None if parent is None else self._continued(request, parent, at)
+            chain, sample, is_new = made or self._root(request)
+        except ValueError as error:
+            raise ChatRefused(400, "invalid_request_error", str(error)) from None
+        place = _Place(request, parent if made else None, prefixes[-1], chain, sample, is_new)
+        self._room(place)
+        if is_new:
+            self.chains.append(chain)
+        if place.parent is not None:
+            place.parent.delivered = True  # the agent shows it
+        return place
+
+    def _parent(
+        self, messages: Sequence[Message], prefixes: Sequence[bytes]
+    ) -> tuple[Call | None, int]:
+        """The deepest call whose messages begin the request's, the latest of equals; and their number."""
+        for at in range(len(messages) - 1, 0, -1):
+            for call in reversed(self._ends.get(prefixes[at], ())):
+                if _same_reasoning(call, messages):
+                    return call, at
+        return None, 0
+
+    def _root(self, request: ChatRequest) -> tuple[Chain, RolloutSample, bool]:
+        ids = self.settings.template.whole(request.messages, request.tools)
+        prompt = replace(self.prompt, token_ids=np.asarray(ids, dtype=np.int32))
+        sample = stitch.begin(prompt, sample_id=self._free_id(), group_id=NO_GROUP)
+        # the row of the data, as rewards and files know it
+        sample = replace(sample, prompt=self.prompt)
+        return Chain(sample, "root", len(ids)), sample, True
+
+    def _continued(
+        self, request: ChatRequest, parent: Call, at: int
+    ) -> tuple[Chain, RolloutSample, bool] | None:
+        """Go on behind a call, on its chain or on a fork of it; None where only a root can (--agent-history template)."""
+        chain, template = parent.chain, self.settings.template
+        last = int(chain.sample.token_ids[parent.end - 1])
+        if self.settings.history == "append":
+            # -1: no token of an answer that was cut is one that ends it
+            stop = last if parent.ended else -1
+            new = request.messages[at:]
+            tokens, keeps_last = template.behind(parent.answer, new, request.tools, stop)
+        else:
+            found = self._behind_in_whole(request, parent)
+            if found is None:
+                return None
+            tokens, keeps_last = found
+        # a stop token that the template would not write: the chain keeps and trains it, the fork has it not
+        end = parent.end - (parent.ended and not keeps_last)
+        if chain.tip is parent and not chain.busy and end == parent.end:
+            return chain, stitch.observe(chain.sample, tokens), False
+        sample = stitch.forked(chain.sample, end, tokens, sample_id=self._free_id())
+        return Chain(sample, "fork", chain.first_prompt), sample, True
+
+    def _behind_in_whole(self, request: ChatRequest, parent: Call) -> tuple[list[int], bool] | None:
+        """Tokens behind a call in the rendering of the whole request, if that begins with the call's text."""
+        template = self.settings.template
+        whole = template.whole_text(request.messages, request.tools)
+        tokens = parent.chain.sample.token_ids[: parent.end].tolist()
+        for keeps_last in (True, False) if parent.ended else (True,):
+            text = self.settings.decode(tokens if keeps_last else tokens[:-1])
+            if whole.startswith(text):
+                return template.chat.encode(whole[len(text) :]), keeps_last
+        return None
+
+    def _free_id(self) -> int:
+        taken = {chain.sample.sample_id for chain in self.chains}
+        ids = range(self.sample_id, self.sample_id + self.settings.max_calls)
+        return next(number for number in ids if number not in taken)
+
+    def _room(self, place: _Place) -> int:
+        """Tokens that the answer may have; raises ChatRefused where none fits."""
+        tokens, most = place.sample.num_tokens, self.settings.max_context_len
+        response = self.settings.sampling.max_new_tokens
+        behind_first = tokens - place.chain.first_prompt
+        room = min(most - tokens, response - behind_first)
+        if room < 1:
+            limit = min(most, place.chain.first_prompt + response)
+            raise ChatRefused(
+                400,
+                "context_length_exceeded",
+                f"This model's maximum context length is {limit} tokens. However, your messages resulted in"
+                f" {tokens} tokens. Please reduce the length of the messages.",
+            )
+        return min(room, place.request.max_tokens or room)
+
+    # ---- an answer ---------------------------------------------------------------------------------
+
+    async def _sampled(self, place: _Place) -> tuple[RolloutSample, str]:
+        """Generate the answer; returns the chain's sample with it, and its text without what ended it."""
+        sample, start, left = place.sample, place.sample.num_tokens, self._room(place)
+        stops = place.request.stop
+        while True:
+            piece = min(left, _STOP_PIECE) if stops else left
+            before = sample.num_tokens
+            sample = await self.generate(sample, piece)
+            if sample.finish_reason == "abort" or sample.num_tokens == start:
+                raise ChatRefused(503, "aborted", "the server aborted the answer: ask again")
+            left -= sample.num_tokens - before
+            own = sample.token_ids[start:].tolist()
+            ended = sample.finish_reason == "stop"
+            text = self.settings.decode(own[:-1] if ended else own)
+            if (found := _first_stop(text, stops)) is not None:
+                return self._cut(sample, start, stops), text[:found]
+            if ended or left == 0 or sample.num_tokens - before < piece:
+                return sample, text
+
+    def _cut(self, sample: RolloutSample, start: int, stops: Sequence[str]) -> RolloutSample:
+        """Cut an answer behind the token that completes a stop text."""
+        own = sample.token_ids[start:].tolist()
+        count = next(
+            n
+            for n in range(1, len(own) + 1)
+            if _first_stop(self.settings.decode(own[:n]), stops) is not None
+        )
+        self.counts["cut_tokens"] += len(own) - count
+        return replace(stitch.cut(sample, start + count), finish_reason=_AT_STOP_TEXT)
+
+    def _complete(self, place: _Place, sample: RolloutSample, text: str) -> tuple[Call, Message]:
+        """Take an answer into its chain; nothing changes if its text cannot be read."""
+        parsed = self.settings.parse(text, place.request.tools)
+        answer: Message = {"role": "assistant", "content": parsed.content or None}
+        if not parsed.calls:
+            answer["content"] = parsed.content
+        if parsed.reasoning:
+            answer["reasoning_content"] = parsed.reasoning
+        if parsed.calls:
+            answer["tool_calls"] = [
+                {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": dict(call)}
+                for call in parsed.calls
+            ]
+        chain, start = place.chain, place.sample.num_tokens
+        if not chain.calls:
+            chain_start = {"root": "roots", "fork": "forks"}[chain.begins]
+            self.counts[chain_start] += 1
+        call = Call(
+            number=len(self.calls),
+            chain=chain,
+            parent=place.parent,
+            at=len(place.request.messages),
+            answer=answer,
+            start=start,
+            end=sample.num_tokens,
+            ended=sample.finish_reason == "stop",
+            entry=custody.entry(sample, start),
+            finish_reason=sample.finish_reason,
+        )
+        chain.sample = sample
+        chain.calls.append(call)
+        self.calls.append(call)
+        self._ends.setdefault(_behind(place.prefix, answer), []).append(call)
+        return call, answer
+
+    # ---- the end -----------------------------------------------------------------------------------
+
+    def samples(self) -> list[RolloutSample]:
+        """The session's samples, in the order of their last calls; the text of each is its last call's.
+
+        Answers that nobody took are left out: they can only be the last of their chains.  Raises AssertionError
+        where a token that was sampled and delivered is not trained exactly once.
+        """
+        made = []
+        for chain in self.chains:
+            delivered = [call for call in chain.calls if call.delivered]
+            lost = chain.calls[len(delivered) :]
+            self.counts["undelivered"] += len(lost)
+            self.counts["undelivered_tokens"] += sum(call.end - call.start for call in lost)
+            if delivered:
+                made.append((delivered[-1], chain))
+        made.sort(key=lambda pair: pair[0].number)
+        samples = [self._finished(last, chain) for last, chain in made]
+        ledger = [call.entry for call in self.calls if call.delivered]
+        samples = [
+            replace(sample, trajectory_id=self.sample_id, is_last_step=False) for sample in samples
+        ]
+        if samples:
+            samples[-1] = replace(samples[-1], is_last_step=True, custody=tuple(ledger))
+        wrong = list(custody.problems(samples, ledger))
+        assert not wrong, f"custody of session {self.sample_id}: {'; '.join(wrong)}"
+        return samples
+
+    def _finished(self, last: Call, chain: Chain) -> RolloutSample:
+        sample = chain.sample
+        if last is not chain.tip:
+            sample = stitch.cut(sample, last.end)
+        reason = _finish(last.finish_reason)
+        return replace(stitch.finished(sample), finish_reason=reason, text=self._text(last))
+
+    def _text(self, call: Call) -> str:
+        own = call.chain.sample.token_ids[call.start : call.end].tolist()
+        return self.settings.decode(own[:-1] if call.ended else own)
+
+
+# the finish reason of a sample that was cut at a stop text, while its session lives
+_AT_STOP_TEXT = "stop text"
+
+
+def _finish(reason: str) -> Any:
+    return "stop" if reason == _AT_STOP_TEXT else reason
+
+
+def _first_stop(text: str, stops: Sequence[str]) -> int | None:
+    """The place of the first stop text, None without any."""
+    return min((at for stop in stops if (at := text.find(stop)) >= 0), default=None)
+
+
+def _same_reasoning(call: Call, messages: Sequence[Message]) -> bool:
+    """True unless a message shows other reasoning than its call gave; most agents show none."""
+    parent: Call | None = call
+    while parent is not None:
+        shown = messages[parent.at].get("reasoning_content")
+        if shown and shown != parent.answer.get("reasoning_content"):
+            return False
+        parent = parent.parent
+    return True
+
+
+def _prefixes(request: ChatRequest) -> list[bytes]:
+    """Digests of the tools with the first 0, 1, ... messages: a conversation with other tools is another one."""
+    digest = hashlib.blake2b(
+        json.dumps(list(request.tools), sort_keys=True).encode(), digest_size=16
+    )
+    made = [digest.digest()]
+    for message in request.messages:
+        made.append(_behind(made[-1], message))
+    return made
+
+
+def _behind(prefix: bytes, message: Message) -> bytes:
+    return hashlib.blake2b(prefix + message_key(message), digest_size=16).digest()

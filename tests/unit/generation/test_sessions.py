@@ -1,0 +1,458 @@
+"""An agent's calls as samples: what is sampled and delivered is trained once, on the rows of one prefill."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.unit.data.test_replies import GLM, GPT_OSS
+from tests.unit.data.test_session_templates import CHATML
+from tests.unit.generation.session_play import assert_sound, Play, TOOLS, user, without
+
+from r3train.chat.base import ChatRefused
+from r3train.engine.backend import EngineError
+
+CALL = '(hm)I add [add {"a": 1, "b": 2.0}]<|end|>'
+
+
+def tool(call: dict, text: str = "3") -> dict:
+    return {"role": "tool", "content": text, "tool_call_id": call["tool_calls"][0]["id"]}
+
+
+async def three_turns(play: Play, change=lambda turn, messages: None) -> list[dict]:
+    """Two calls of a tool and a text; ``change`` edits the history after each."""
+    play.engine.said = [CALL, CALL, "(ok)it is 3<|end|>"]
+    messages = [{"role": "system", "content": "you add"}, user("go")]
+    for turn in range(3):
+        answer = await play.ask(copy.deepcopy(messages), tools=TOOLS)
+        messages.append(without(answer, "reasoning_content"))  # as most harnesses do
+        change(turn, messages)
+        if answer.get("tool_calls"):
+            messages.append(tool(answer))
+    return messages
+
+
+def test_a_conversation_that_only_grows_is_one_sample():
+    play = Play()
+    asyncio.run(three_turns(play))
+    [sample] = play.session.samples()
+    assert_sound([sample])
+    assert play.text(sample.token_ids[sample.loss_mask]) == (CALL * 2 + "(ok)it is 3<|end|>")
+    assert play.text(sample.token_ids[~sample.loss_mask]).endswith(
+        "\n<|start|>tool: 3<|end|>\n<|start|>assistant: " * 2
+    )
+    assert sample.text == "(ok)it is 3" and sample.finish_reason == "stop"
+    assert (sample.sample_id, sample.trajectory_id, sample.is_last_step) == (640, 640, True)
+    assert [(e[0], e[2] - e[1]) for e in sample.custody] == [(640, len(CALL) - 6)] * 2 + [(640, 12)]
+    assert play.session.counts["roots"] == 1 and not play.session.counts["forks"]
+
+
+def written_anew(turn, messages):
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            call["function"]["arguments"] = '{"b":2,"a":1.0}'
+
+
+def as_parts(turn, messages):
+    for message in messages:
+        if isinstance(message["content"], str):
+            message["content"] = [{"type": "text", "text": message["content"]}]
+
+
+def with_nulls(turn, messages):
+    for message in messages:
+        message.update(refusal=None, tool_calls=message.get("tool_calls"))
+        message["content"] = message["content"] or None
+
+
+def edited(turn, messages):
+    if turn == 1:
+        messages[2]["content"] = "(removed)"
+
+
+def other_id(turn, messages):
+    if turn == 1:
+        messages[3]["tool_call_id"] = "call_of_another"
+
+
+def compacted(turn, messages):
+    if turn == 1:
+        messages[:] = [messages[0], user("in short: 3, go on")]
+
+
+def reordered(turn, messages):
+    if turn == 1:
+        messages[2], messages[3] = messages[3], messages[2]
+
+
+def shortened(turn, messages):
+    if turn == 1:
+        del messages[2:4]
+
+
+def rethought(turn, messages):
+    if turn == 1:
+        messages[2]["reasoning_content"] = "another thought"
+
+
+@pytest.mark.parametrize(
+    "change, begins",
+    [
+        (written_anew, ["root"]),
+        (as_parts, ["root"]),
+        (with_nulls, ["root"]),
+        (edited, ["root", "root"]),
+        (other_id, ["root", "fork"]),
+        (compacted, ["root", "root"]),
+        (reordered, ["root", "root"]),
+        (shortened, ["root", "root"]),
+        (rethought, ["root", "root"]),
+    ],
+)
+def test_a_history_that_was_rewritten_begins_a_chain_and_one_that_was_not_goes_on(change, begins):
+    play = Play()
+    asyncio.run(three_turns(play, change))
+    assert [chain.begins for chain in play.session.chains] == begins
+    samples = play.session.samples()
+    assert_sound(samples)
+    assert sum(int(s.loss_mask.sum()) for s in samples) == 2 * (len(CALL) - 6) + 12
+    assert [s.is_last_step for s in samples] == [False] * (len(begins) - 1) + [True]
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+def test_requests_at_once_behind_one_answer_are_one_extension_and_forks(order):
+    async def ask() -> Play:
+        play = Play(seed=3)
+        first = [user("name tools")]
+        answer = await play.ask(first)
+        play.engine.gates = {1 + n: asyncio.Event() for n in range(3)}
+        asked = [
+            asyncio.create_task(play.ask([*first, answer, user(word)])) for word in ("a", "b", "c")
+        ]
+        await asyncio.sleep(0)
+        for place in order:
+            play.engine.gates[1 + place].set()
+            await asked[place]
+        return play
+
+    play = asyncio.run(ask())
+    assert [chain.begins for chain in play.session.chains] == ["root", "fork", "fork"]
+    samples = play.session.samples()
+    assert_sound(samples)
+    assert sorted(s.sample_id for s in samples) == [640, 641, 642]
+    # in the order of their last calls
+    assert [s.sample_id - 640 for s in samples] == list(order)
+    own = [call.end - call.start for call in play.session.calls]
+    assert sum(int(s.loss_mask.sum()) for s in samples) == sum(own)
+
+
+def test_two_equal_requests_are_two_answers():
+    play = Play(seed=5)
+    for _ in range(2):
+        asyncio.run(play.ask([user("best of two")]))
+    first, second = play.session.samples()
+    assert {first.sample_id, second.sample_id} == {
+        640,
+        641,
+    }, "they are sampled with seeds of their own"
+
+
+def test_other_tools_begin_a_conversation_of_their_own():
+    play = Play()
+    first = [user("go")]
+    answer = asyncio.run(play.ask(first))
+    asyncio.run(play.ask([*first, answer, user("more")], tools=TOOLS))
+    assert [chain.begins for chain in play.session.chains] == ["root", "root"]
+    assert "add" in play.text(play.session.samples()[-1].token_ids)
+
+
+def test_a_failed_call_leaves_no_chain_takes_no_id_and_the_next_one_goes_on():
+    async def ask() -> Play:
+        play = Play()
+        first = [user("go")]
+        answer = await play.ask(first)
+        play.engine.errors = {1: EngineError("no server"), 2: EngineError("no server")}
+        for messages in ([*first, answer, user("a")], [user("else")]):
+            with pytest.raises(ChatRefused) as refused:
+                await play.ask(messages)
+            assert refused.value.status == 400, "clients do not ask again"
+        await play.ask([*first, answer, user("a")])
+        await play.ask([user("else")])
+        return play
+
+    play = asyncio.run(ask())
+    assert [str(error) for error in play.failures] == ["no server"] * 2
+    assert [c.sample.sample_id for c in play.session.chains] == [640, 641]
+    assert_sound(play.session.samples())
+
+
+def test_a_cancelled_call_leaves_no_chain_and_its_chain_is_free():
+    async def ask() -> Play:
+        play = Play()
+        first = [user("go")]
+        answer = await play.ask(first)
+        play.engine.gates = {1: asyncio.Event(), 2: asyncio.Event()}
+        tasks = [
+            asyncio.create_task(play.ask(messages))
+            for messages in ([*first, answer, user("a")], [user("else")])
+        ]
+        await asyncio.sleep(0)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await play.ask([*first, answer, user("a")])
+        return play
+
+    play = asyncio.run(ask())
+    assert len(play.session.chains) == 1 and play.session.counts["forks"] == 0
+    assert_sound(play.session.samples())
+
+
+def test_a_request_that_is_refused_changes_nothing():
+    play = Play(max_context_len=60)
+    first = [user("go")]
+    answer = asyncio.run(play.ask(first))
+    before = copy.deepcopy(play.session.chains[0].sample.token_ids), len(play.session.chains)
+    for messages in ([*first, answer, user("x" * 60)], [user("y" * 60)]):
+        with pytest.raises(ChatRefused) as refused:
+            asyncio.run(play.ask(messages))
+        assert (refused.value.status, refused.value.code) == (400, "context_length_exceeded")
+        assert "maximum context length is 60 tokens" in str(refused.value)
+    np.testing.assert_array_equal(play.session.chains[0].sample.token_ids, before[0])
+    assert len(play.session.chains) == before[1] and len(play.engine.asked) == 1
+
+
+def test_a_chain_has_the_longest_response_behind_its_first_prompt():
+    from r3train.engine.backend import SamplingParams
+
+    play = Play(sampling=SamplingParams(max_new_tokens=60))
+    first = [user("go")]
+    play.engine.said = ["a" * 20]
+    answer = asyncio.run(play.ask(first))
+    play.engine.said = ["b" * 500]
+    asyncio.run(play.ask([*first, answer, user("x")]))
+    [sample] = play.session.samples()
+    assert sample.response_len == 60 and sample.finish_reason == "length"
+    with pytest.raises(ChatRefused, match="maximum context length"):
+        asyncio.run(play.ask([*first, answer, user("z" * 40)]))
+
+
+def test_the_calls_of_a_session_are_counted():
+    play = Play(max_calls=2)
+    for text in ("a", "b"):
+        asyncio.run(play.ask([user(text)]))
+    with pytest.raises(ChatRefused) as refused:
+        asyncio.run(play.ask([user("c")]))
+    assert refused.value.status == 403
+
+
+def test_an_answer_that_nobody_took_is_not_trained_and_one_that_is_shown_was_taken():
+    play = Play(seed=2)
+    first = [user("go")]
+    shown = asyncio.run(play.ask(first, delivered=None))
+    lost = asyncio.run(play.ask([*first, shown, user("a")], delivered=False))
+    other = asyncio.run(play.ask([*first, shown, user("a")]))
+    assert lost != other
+    samples = play.session.samples()
+    assert_sound(samples)
+    calls = play.session.calls
+    assert [call.delivered for call in calls] == [True, False, True]
+    own = [call.end - call.start for call in calls]
+    assert sum(int(s.loss_mask.sum()) for s in samples) == own[0] + own[2]
+    assert play.session.counts["undelivered"] == 1
+    assert play.session.counts["undelivered_tokens"] == own[1]
+    assert [s.num_tokens for s in samples][0] == calls[0].end, "nor is what was asked before it"
+
+
+def test_a_session_whose_answers_nobody_took_has_no_sample():
+    play = Play()
+    asyncio.run(play.ask([user("go")], delivered=False))
+    assert play.session.samples() == []
+
+
+@pytest.mark.parametrize("template, last", [(GPT_OSS, "<|call|>"), (CHATML, "<|call|>")])
+def test_a_stop_token_that_the_template_would_not_keep_is_trained_and_not_carried(template, last):
+    play = Play(template)
+    play.engine.end = play.words.encode(last)[0]
+    play.engine.said = ["well" + last, "good" + last]
+    first = [user("go")]
+    answer = asyncio.run(play.ask(first))
+    asyncio.run(play.ask([*first, answer, user("and?")]))
+    one, two = play.session.samples()
+    assert_sound([one, two])
+    assert play.text(one.token_ids).endswith("well" + last) and one.loss_mask.sum() == 5
+    assert "well<|end|>" in play.text(two.token_ids) and two.loss_mask.sum() == 5
+
+
+def test_a_role_that_ended_an_answer_is_not_written_twice():
+    play = Play(GLM)
+    play.engine.end = play.words.encode("<|user|>")[0]
+    play.engine.said = ["well<|user|>", "good<|user|>"]
+    answer = asyncio.run(play.ask([user("go")]))
+    asyncio.run(play.ask([user("go"), answer, user("and?")]))
+    [sample] = play.session.samples()
+    assert play.text(sample.token_ids) == (
+        "<|user|>\ngo<|assistant|>well<|user|>\nand?<|assistant|>good<|user|>"
+    )
+
+
+def test_an_answer_that_was_cut_is_closed_before_what_follows():
+    play = Play()
+    play.engine.said = ["one two", "three<|end|>"]
+    answer = asyncio.run(play.ask([user("go")], max_tokens=3))
+    assert answer["content"] == "one"
+    play.engine.left = []
+    asyncio.run(play.ask([user("go"), answer, user("and?")]))
+    [sample] = play.session.samples()
+    assert "assistant: one<|end|>\n<|start|>user: and?" in play.text(sample.token_ids)
+    assert_sound([sample])
+
+
+@pytest.mark.parametrize("at", [0, 29, 31, 32, 33, 70])
+def test_an_answer_ends_with_the_token_that_completes_a_stop_text(at):
+    play = Play()
+    play.engine.said = ["x" * at + "Observation: much more" + "y" * 40, "next<|end|>"]
+    messages = [user("go")]
+    answer = asyncio.run(play.ask(messages, stop=("Never", "Observation:")))
+    assert answer["content"] == "x" * at
+    assert all(limit <= 32 for _, limit in play.engine.asked)
+    thrown = play.session.counts["cut_tokens"]
+    play.engine.left = []
+    asyncio.run(play.ask([*messages, answer, user("so")]))
+    [sample] = play.session.samples()
+    assert_sound([sample])
+    assert (
+        play.text(sample.token_ids[sample.loss_mask]) == "x" * at + "Observation:" + "next<|end|>"
+    )
+    assert thrown == (32 - (at + 12) % 32) % 32
+
+
+def test_stop_tokens_count_as_such_with_stop_texts():
+    play = Play()
+    play.engine.said = ["well<|end|>"]
+    assert asyncio.run(play.ask([user("go")], stop=("nothing",)))["content"] == "well"
+    [sample] = play.session.samples()
+    assert play.text(sample.token_ids).endswith("well<|end|>")
+
+
+def test_versions_rise_over_a_session_and_a_fork_keeps_those_of_its_prefix():
+    play = Play(seed=1)
+    first = [user("go")]
+    answer = asyncio.run(play.ask(first))
+    play.engine.version = 3
+    asyncio.run(play.ask([*first, answer, user("a")]))
+    play.engine.version = 4
+    asyncio.run(play.ask([*first, answer, user("b")]))
+    one, two = play.session.samples()
+    assert set(one.weight_versions[one.loss_mask]) == {0, 3}
+    assert set(two.weight_versions[two.loss_mask]) == {4}
+    assert set(two.weight_versions) == {-1, 0, 4}
+
+
+def test_thoughts_that_the_template_drops_make_a_root_with_the_history_of_the_template():
+    said = ["(hm)well<|end|>", "(ho)good<|end|>"]
+    kinds = {}
+    for history in ("append", "template"):
+        play = Play(history=history)
+        play.engine.said = list(said)
+        answer = asyncio.run(play.ask([user("go")]))
+        asyncio.run(play.ask([user("go"), answer, user("and?")]))
+        samples = play.session.samples()
+        assert_sound(samples)
+        kinds[history] = [chain.begins for chain in play.session.chains]
+        assert ("(hm)" in play.text(samples[-1].token_ids)) == (history == "append")
+    assert kinds == {"append": ["root"], "template": ["root", "root"]}
+
+
+@pytest.mark.parametrize("history", ["append", "template"])
+def test_turns_of_tools_keep_thoughts_with_either_history(history):
+    play = Play(history=history)
+    play.engine.said = ["(hm)[add {}]<|end|>", "good<|end|>"]
+    answer = asyncio.run(play.ask([user("go")], tools=TOOLS))
+    asyncio.run(play.ask([user("go"), answer, tool(answer)], tools=TOOLS))
+    assert_sound(play.session.samples())
+    if history == "append":
+        assert [chain.begins for chain in play.session.chains] == ["root"]
+
+
+def test_a_parser_that_fails_ends_the_run_and_leaves_no_chain():
+    def broken(text, tools):
+        raise ValueError("--agent-tool-call-parser x:y raised KeyError")
+
+    play = Play(parse=broken)
+    with pytest.raises(ChatRefused):
+        asyncio.run(play.ask([user("go")]))
+    assert play.session.chains == [] and len(play.failures) == 1
+
+
+ACTIONS = st.lists(
+    st.tuples(
+        st.sampled_from(
+            ["go on", "again", "edit", "compact", "drop reasoning", "cut", "tools", "stop"]
+        ),
+        st.integers(0, 10**6),
+        st.booleans(),  # delivered
+        st.booleans(),  # at once with the next
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    actions=ACTIONS, seed=st.integers(0, 10**6), template=st.sampled_from([CHATML, GLM, GPT_OSS])
+)
+def test_any_tree_of_requests_is_trained_once_on_the_rows_of_one_prefill(actions, seed, template):
+    async def play_it() -> Play:
+        play = Play(template, seed=seed)
+        histories: list[list[dict]] = [[user("go")]]
+        waiting = []
+
+        async def one(messages, action, delivered):
+            more = {
+                "cut": {"max_tokens": 2},
+                "tools": {"tools": TOOLS},
+                "stop": {"stop": (":", "a")},
+            }.get(action, {})
+            answer = await play.ask(copy.deepcopy(messages), delivered=delivered, **more)
+            play.engine.left = []
+            if delivered:
+                answer = (
+                    without(answer, "reasoning_content") if action == "drop reasoning" else answer
+                )
+                histories.append([*messages, answer, user(f"u{len(histories)}")])
+
+        for action, number, delivered, at_once in actions:
+            messages = list(histories[number % len(histories)])
+            if action == "edit":
+                place = number % len(messages)
+                messages[place] = messages[place] | {"content": f"edited {number}"}
+            elif action == "compact":
+                messages = [user(f"in short {number}")]
+            waiting.append(asyncio.create_task(one(messages, action, delivered)))
+            if not at_once or action in ("cut", "stop"):
+                await asyncio.gather(*waiting)
+                waiting.clear()
+        await asyncio.gather(*waiting)
+        return play
+
+    play = asyncio.run(play_it())
+    samples = play.session.samples()
+    assert_sound(samples)
+    taken = [call for call in play.session.calls if call.delivered]
+    assert sum(int(s.loss_mask.sum()) for s in samples) == sum(c.end - c.start for c in taken)
+    for call in taken:
+        [sample] = [s for s in samples if s.sample_id == call.chain.sample.sample_id]
+        assert sample.loss_mask[call.start : call.end].all()
+    # what the engine was sent for each call stands at the beginning of a chain
+    sent = [ids.tobytes() for ids, _ in play.engine.asked]
+    for call in taken:
+        assert call.chain.sample.token_ids[: call.start].tobytes() in sent
+    assert len({s.sample_id for s in samples}) == len(samples)
+    assert json.dumps([list(entry) for s in samples for entry in s.custody or ()])
