@@ -97,7 +97,9 @@ def test_a_recipe_leaves_room_on_the_gpus_of_its_head(recipe):
     assert [finding.level for finding in found] == [OK] * len(found), found
     elsewhere = bool(config.rollout.rollout_external_engine_addrs)
     # of one machine all GPUs are taken
-    taken = "0, 1, 2, 3, 4, 5, 6, 7, colocated" if config.rollout.colocate else "4, 5, 6, 7, no rank"
+    taken = (
+        "0, 1, 2, 3, 4, 5, 6, 7, colocated" if config.rollout.colocate else "4, 5, 6, 7, no rank"
+    )
     assert len(found) == 1 if elsewhere else found[0].text.startswith(f"SGLang takes GPU {taken}")
 
 
