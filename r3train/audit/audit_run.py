@@ -22,17 +22,21 @@ from r3train.audit.evidence_schema import (
     read_lines,
     RECORDS,
     RESCORED,
+    CustodyLine,
     RecheckLine,
+    SESSIONS,
     StepLine,
     StepReader,
     STEPS,
     Trained,
 )
-from r3train.audit.findings import Audit, AuditedStep, Finding, ranges, RECHECK
+from r3train.audit.findings import Audit, AuditedStep, CUSTODY, Finding, ranges, RECHECK
+from r3train.chat.custody import problems
 from r3train.config.files import read_toml
 from r3train.data.rotated_files import parts_of
 from r3train.observe.metrics import METRICS_FILE
 from r3train.proof.controls import beaten_by
+from r3train.proof.custody_verdict import judge_custody
 from r3train.proof.judge import (
     agreement_shares,
     Cell,
@@ -44,7 +48,8 @@ from r3train.proof.judge import (
     StepVerdict,
 )
 from r3train.proof.recheck_verdict import judge_recheck
-from r3train.proof.writer import EVIDENCE_DIR, rank_file, RECHECK_FILE, STEPS_FILE
+from r3train.proof.verdicts import NO_EVIDENCE
+from r3train.proof.writer import CUSTODY_FILE, EVIDENCE_DIR, rank_file, RECHECK_FILE, STEPS_FILE
 from r3train.types import next_checked, RouteShape
 
 _CONFIG_FILE = "config.toml"
@@ -93,6 +98,7 @@ class _Step:
     superseded: bool
     totals: StepTotals
     rechecked: list[RecheckLine]
+    sessions: list[CustodyLine]
     verdict: StepVerdict
 
     @property
@@ -149,6 +155,7 @@ class _RunAudit:
         # over the times that count
         self._sums: Counter[str] = Counter()
         self._rechecked: Counter[str] = Counter()
+        self._sessions: Counter[str] = Counter()
         self._rows_expected = self._masks = 0
         self._own_choice: dict[int, Counter[str]] = {}  # by layer, see ``_Step.own_choice``
         self._last: StepLine | None = None
@@ -202,6 +209,7 @@ class _RunAudit:
         _allow_open_files(2 * len(self._ranks) + _SPARE_FILES)
         files = {r: StepReader(rank_file(self._run_dir, r), RECORDS) for r in self._ranks}
         rechecked = StepReader(self._steps_file.with_name(RECHECK_FILE), RESCORED)
+        sessions = StepReader(self._steps_file.with_name(CUSTODY_FILE), SESSIONS)
         for place, line in enumerate(islice(self._verdicts(), len(self._place_of)), start=1):
             shape = RouteShape(
                 max(line.expected_fingerprints, default=0), line.topk, line.num_experts
@@ -214,11 +222,12 @@ class _RunAudit:
                         raise EvidenceError(f"{file.name}: {text}")
                     totals.add(record)
             compared = list(self._of_step(rechecked, place))
+            trained = list(self._of_step(sessions, place))
             limit = line.mismatch_threshold if self._threshold is None else self._threshold
             verdict = judge(totals, line, shape, mismatch_threshold=limit)
             superseded = self._latest[line.step] != place
-            self._add(_Step(line, superseded, totals, compared, verdict))
-        for file in (*files.values(), rechecked):  # what follows the last verdict
+            self._add(_Step(line, superseded, totals, compared, trained, verdict))
+        for file in (*files.values(), rechecked, sessions):  # what follows the last verdict
             list(self._of_step(file, len(self._place_of) + 1))
 
     def _of_step(self, file: StepReader, place: int) -> Iterator[Any]:
@@ -235,6 +244,8 @@ class _RunAudit:
     def _add(self, step: _Step) -> None:
         """Find what is wrong with one time that a step was trained, and add it to the sums if it counts."""
         findings, line, verdict = list(_findings(step)), step.line, step.verdict
+        if line.custody is not None or step.sessions:
+            self.audit.claims.setdefault(CUSTODY, NO_EVIDENCE)
         if step.lost:
             self._steps_noted[_LOST].add(line.step)
         if not findings:
@@ -260,6 +271,11 @@ class _RunAudit:
         for layer, values in step.own_choice.items():
             self._own_choice.setdefault(layer, Counter()).update(values)
         self._add_rechecked(step)
+        self._sessions.update(
+            sessions=len(step.sessions),
+            tokens=sum(session.num_tokens for session in step.sessions),
+            samples=sum(len(session.samples) for session in step.sessions),
+        )
         if verdict.stale_warning:
             self._steps_noted[_STALE].add(line.step)
         if self._keep_steps:
@@ -366,6 +382,7 @@ class _RunAudit:
                 "ranks": len(self._ranks),
                 "rows_of_sampling_mask": self._masks,
                 "rechecked": dict(self._rechecked),
+                **({"custody": dict(self._sessions)} if CUSTODY in audit.claims else {}),
                 **self._sums,
             }
         reason = ""
@@ -420,6 +437,9 @@ def _findings(step: _Step) -> Iterator[Finding]:
                 yield step.finding("agreement", what, *place, got=got, expected=expected)
     for f in judge_recheck(step.rechecked, 0).failures:
         yield step.failed(RECHECK, f)
+    for session in step.sessions:
+        for text in problems(session):
+            yield step.finding(CUSTODY, text)
 
 
 def _contradictions(step: _Step, *, by_own: bool) -> Iterator[Finding]:
@@ -435,6 +455,7 @@ def _contradictions(step: _Step, *, by_own: bool) -> Iterator[Finding]:
     parts = [
         (claim, "failures", [str(f) for f in line.failures], []),
         (RECHECK, "sampling", line.sampling, sampling),
+        (CUSTODY, "custody", line.custody, judge_custody(step.sessions)),
     ]
     if not step.lost:
         parts.append(("covered", "counts", line.counts, verdict.counts))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from r3train.config.sources import plain
-from r3train.audit.findings import RECHECK
+from r3train.audit.findings import CUSTODY, RECHECK
 
 if TYPE_CHECKING:
     from r3train.audit.findings import Audit
@@ -27,6 +27,7 @@ _CLAIM_WORDS = {
     "covered": "every router call and every row is accounted for",
     "agreement": "the trainer's own choice stays near the rollout's",
     RECHECK: "the rollout's experts are those that its servers chose",
+    CUSTODY: "an agent's tokens are trained exactly once, and no others",
 }
 
 
@@ -115,7 +116,7 @@ def claim_facts(audit: Audit) -> dict[str, str]:
     """The facts that each claim rests on, in a line; empty where there are none."""
     n, a = audit.numbers, audit.agreement
     if not n:
-        return dict.fromkeys(_CLAIM_WORDS, "")
+        return dict.fromkeys(audit.claims, "")
     replayed = f"{n['rows_replayed']:,} rows replayed, fingerprints re-added over "
     facts = {
         "applied": replayed
@@ -133,6 +134,12 @@ def claim_facts(audit: Audit) -> dict[str, str]:
         "agreement": "",
         RECHECK: "no sample was rechecked by its server",
     }
+    if CUSTODY in audit.claims:
+        of = n["custody"]
+        facts[CUSTODY] = (
+            f"{_amount(of['sessions'], 'session')}: {of['tokens']} tokens sampled and delivered, in"
+            f" {_amount(of['samples'], 'sample')}"
+        )
     again = n["rechecked"]
     if again["parts"]:
         facts[RECHECK] = (

@@ -1,7 +1,8 @@
 """The lines of a run's evidence files: declared once, and refused by the schema where they are damaged.
 
 ``rank_NNNNN.jsonl`` and its parts hold a ``RecordLine`` a router call or a sum of calls, ``steps.jsonl`` a ``StepLine`` a step,
-``rechecked.jsonl`` a ``RecheckLine`` a part of a sample that its server rechecked.
+``rechecked.jsonl`` a ``RecheckLine`` a part of a sample that its server rechecked, ``custody.jsonl`` a ``CustodyLine`` a
+session of an agent.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from msgspec import Meta
 
 from r3train.config.files import bounded_lines, open_regular
 from r3train.data.rotated_files import parts_of
+from r3train.proof.custody_verdict import CustodyRecord
 from r3train.proof.judge import (
+    Custody,
     EVIDENCE_VERSION,
     Failure,
     Sampling,
@@ -58,6 +61,13 @@ class RecheckLine(RecheckRecord):
     attempt: Attempt = ""
 
 
+@dataclass(frozen=True, slots=True)
+class CustodyLine(CustodyRecord):
+    """One line of ``custody.jsonl``: a session of an agent, and the start of the run that trained it."""
+
+    attempt: Attempt = ""
+
+
 class StepLine(StepExpectation, frozen=True, kw_only=True):
     """One line of ``steps.jsonl``: the run's own verdict on a step, and all that it was judged by.
 
@@ -79,6 +89,7 @@ class StepLine(StepExpectation, frozen=True, kw_only=True):
     threshold_error: str | None
     stale_warning: str | None
     sampling: Sampling | None = None
+    custody: Custody | None = None
 
     def __post_init__(self) -> None:
         if self.topk > self.num_experts:
@@ -117,6 +128,7 @@ def _fingerprint(kind: type, value: Any) -> Any:
 
 RECORDS = msgspec.json.Decoder(RecordLine, dec_hook=_fingerprint)
 RESCORED = msgspec.json.Decoder(RecheckLine, dec_hook=_fingerprint)
+SESSIONS = msgspec.json.Decoder(CustodyLine)
 STEPS = msgspec.json.Decoder(StepLine, dec_hook=_fingerprint)
 METRICS = msgspec.json.Decoder(MetricsLine)
 

@@ -9,12 +9,59 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Annotated
 
 import numpy as np
+from msgspec import Meta
 
-from r3train.types import missing_marker, RolloutSample
+from r3train.types import Amount, missing_marker, RolloutSample
 
 Entry = Sequence[int]
+Checksum = Annotated[int, Meta(ge=-1, lt=1 << 32)]
+
+
+@dataclass(frozen=True, slots=True)
+class CustodySample:
+    """A sample of a session as it is trained.
+
+    with_loss: runs of tokens with loss, (first, end) each.  rows_lacking: rows without a single recorded slot, and
+    those that are not there; 0 where no routes are recorded.
+    """
+
+    sample_id: Amount
+    num_tokens: Amount
+    with_loss: list[tuple[Amount, Amount]]
+    rows_lacking: Amount
+
+
+@dataclass(frozen=True, slots=True)
+class CustodyCall:
+    """A call that was delivered: its sample, its tokens, and the crc32 of all tokens up to its end.
+
+    sampled: as the answer came; trained: as the sample has them, -1 where there is no such sample.
+    """
+
+    sample_id: Amount
+    first: Amount
+    end: Amount
+    sampled: Checksum
+    trained: Checksum
+
+
+@dataclass(frozen=True, slots=True)
+class SessionCustody:
+    """All that the custody of one session is judged by."""
+
+    session: Amount  # id of its trajectory
+    calls: list[CustodyCall]
+    samples: list[CustodySample]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that were sampled and delivered."""
+        return sum(call.end - call.first for call in self.calls)
 
 
 def entry(sample: RolloutSample, start: int) -> tuple[int, int, int, int]:
@@ -22,43 +69,86 @@ def entry(sample: RolloutSample, start: int) -> tuple[int, int, int, int]:
     return sample.sample_id, start, sample.num_tokens, _checksum(sample.token_ids)
 
 
-def problems(samples: Sequence[RolloutSample], ledger: Sequence[Entry]) -> Iterator[str]:
-    """Yield what is wrong with a session's samples, each in a line that names its sample.
+def custody_of(
+    session: int, samples: Sequence[RolloutSample], ledger: Sequence[Entry]
+) -> SessionCustody:
+    """Hold a session's samples against its ledger."""
+    of_id = {sample.sample_id: sample for sample in samples}
+    calls = []
+    for number, first, end, checksum in ledger:
+        sample = of_id.get(number)
+        trained = -1 if sample is None else _checksum(sample.token_ids[:end])
+        calls.append(CustodyCall(number, first, end, checksum, trained))
+    return SessionCustody(session, calls, [_as_trained(sample) for sample in samples])
+
+
+def custody_of_samples(samples: Sequence[RolloutSample]) -> list[SessionCustody]:
+    """The custody of each session in a batch; its last sample has the ledger.  Samples of no session are left out."""
+    found = []
+    for session, steps in groupby(samples, key=lambda sample: sample.trajectory_id):
+        steps = list(steps)
+        if steps[-1].custody is not None:
+            found.append(custody_of(session, steps, steps[-1].custody))
+    return found
+
+
+def problems(custody: SessionCustody) -> Iterator[str]:
+    """Yield what is wrong, each in a line that names its sample.
 
     Each call's request and answer must stand at the beginning of its sample, the tokens with loss must be those of
-    the calls, each of one call, and every token but the last must have a whole row where routes are recorded.
+    the calls, each of one call, and every token but the last must have a row where routes are recorded.
     """
-    of_id = {sample.sample_id: sample for sample in samples}
-    if len(of_id) < len(samples):
-        yield f"samples {[sample.sample_id for sample in samples]}: two have one id"
-    due = {number: np.zeros(sample.num_tokens, bool) for number, sample in of_id.items()}
-    for number, start, end, checksum in ledger:
-        if number not in of_id:
-            yield f"sample {number}: is not there, and {end - start} tokens were sampled for it"
-        elif _checksum(of_id[number].token_ids[:end]) != checksum:
-            yield f"sample {number}: does not begin with the request and answer of {end} tokens"
-        elif due[number][start:end].any():
-            yield f"sample {number}: two calls sampled tokens between {start} and {end}"
-        else:
-            due[number][start:end] = True
-    for number, sample in of_id.items():
-        if wrong := int((due[number] != sample.loss_mask).sum()):
+    due: dict[int, list[tuple[int, int]]] = {sample.sample_id: [] for sample in custody.samples}
+    if len(due) < len(custody.samples):
+        yield f"session {custody.session}: two of its samples have one id"
+    for call in custody.calls:
+        name = f"sample {call.sample_id}"
+        if call.sample_id not in due:
+            yield f"{name} is not there, and {call.end - call.first} tokens were sampled for it"
+            continue
+        if call.trained != call.sampled:
+            yield f"{name} does not begin with the {call.end} tokens of a call's request and answer"
+        if any(call.first < end and first < call.end for first, end in due[call.sample_id]):
+            yield f"{name}: two calls sampled tokens between {call.first} and {call.end}"
+        due[call.sample_id].append((call.first, call.end))
+    for sample in custody.samples:
+        expected = sorted(due[sample.sample_id])
+        if _joined(expected) != _joined(sample.with_loss):
             yield (
-                f"sample {number}: {int(due[number].sum())} tokens were sampled and delivered, "
-                f"{int(sample.loss_mask.sum())} have loss, {wrong} differ"
+                f"sample {sample.sample_id}: tokens {_shown(expected)} were sampled and delivered, "
+                f"{_shown(sample.with_loss)} have loss"
             )
-        yield from _row_problems(sample)
+        if sample.rows_lacking:
+            yield f"sample {sample.sample_id}: {sample.rows_lacking} rows are not there"
 
 
-def _row_problems(sample: RolloutSample) -> Iterator[str]:
+def _as_trained(sample: RolloutSample) -> CustodySample:
+    edges = np.flatnonzero(np.diff(sample.loss_mask.astype(np.int8), prepend=0, append=0))
+    runs = [(int(a), int(b)) for a, b in edges.reshape(-1, 2)]
+    return CustodySample(sample.sample_id, sample.num_tokens, runs, _rows_lacking(sample))
+
+
+def _rows_lacking(sample: RolloutSample) -> int:
     rows = sample.routed_experts
     if rows is None:
-        return
-    if len(rows) != sample.num_tokens - 1:
-        yield f"sample {sample.sample_id}: {len(rows)} rows for {sample.num_tokens} tokens"
+        return 0
     missing = (rows == missing_marker(rows.dtype)).reshape(len(rows), -1).all(axis=1)
-    if missing.any():
-        yield f"sample {sample.sample_id}: {int(missing.sum())} of {len(rows)} rows are missing"
+    return abs(sample.num_tokens - 1 - len(rows)) + int(missing.sum())
+
+
+def _joined(runs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Runs in order, those that adjoin as one."""
+    made: list[tuple[int, int]] = []
+    for first, end in runs:
+        if made and made[-1][1] == first:
+            made[-1] = (made[-1][0], end)
+        else:
+            made.append((first, end))
+    return made
+
+
+def _shown(runs: Sequence[tuple[int, int]]) -> str:
+    return ", ".join(f"{first}..{end - 1}" for first, end in runs[:8]) or "none"
 
 
 def _checksum(token_ids: np.ndarray) -> int:

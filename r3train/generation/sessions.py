@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, KW_ONLY, replace
@@ -41,7 +42,7 @@ Delivered = Callable[[bool], None]
 
 @dataclass(frozen=True)
 class SessionSettings:
-    """What all sessions of a run have in common.
+    """All that the sessions of a run have in common.
 
     decode: the text of tokens, with special ones.  history: append, or template, which continues a chain only
     where the rendering of the whole request begins with the chain's text.  max_calls: also the sample ids that a
@@ -96,7 +97,7 @@ class Call:
 
 @dataclass(eq=False)
 class _Place:
-    """Where a request goes on: its chain, and the sample with the request's tokens."""
+    """The place where a request goes on: its chain, and the sample with the request's tokens."""
 
     request: ChatRequest
     parent: Call | None
@@ -125,6 +126,8 @@ class Session:
         self.chains: list[Chain] = []
         self.calls: list[Call] = []
         self.counts: Counter[str] = Counter()
+        self.called_s = 0.0  # time with a call in flight
+        self._called = 0.0
         self._in_flight = 0
         self._ends: dict[bytes, list[Call]] = {}  # by the digest of all messages up to the answer
 
@@ -136,6 +139,8 @@ class Session:
         Raises ChatRefused: nothing has changed then.
         """
         place = self._place(request)
+        if self._in_flight == 0:
+            self._called = time.monotonic()
         self._in_flight += 1
         place.chain.busy = True
         try:
@@ -149,6 +154,8 @@ class Session:
             raise ChatRefused(400, "engine_error", "the run has failed: see its log") from error
         finally:
             self._in_flight -= 1
+            if self._in_flight == 0:
+                self.called_s += time.monotonic() - self._called
             place.chain.busy = False
             if place.chain.tip is None:
                 self.chains.remove(place.chain)
@@ -352,7 +359,7 @@ class Session:
         ]
         if samples:
             samples[-1] = replace(samples[-1], is_last_step=True, custody=tuple(ledger))
-        wrong = list(custody.problems(samples, ledger))
+        wrong = list(custody.problems(custody.custody_of(self.sample_id, samples, ledger)))
         assert not wrong, f"custody of session {self.sample_id}: {'; '.join(wrong)}"
         return samples
 

@@ -6,6 +6,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from r3train.chat.custody import custody_of_samples
 from r3train.config import RunConfig
 from r3train.config.hf_facts import HfModelFacts
 from r3train.loop.prepare import Prepared
@@ -14,6 +15,7 @@ from r3train.loop.route_transport import Routes
 from r3train.proof.verdicts import FAILED, PASSED
 from r3train.proof.judge import StepVerdict
 from r3train.proof.live import prove_step
+from r3train.proof.custody_verdict import CustodyRecord
 from r3train.proof.recheck_verdict import compare_rollout, RecheckRecord
 from r3train.proof.writer import EvidenceWriter
 from r3train.types import is_checked
@@ -70,12 +72,20 @@ class StepProof:
             check_interval=self.config.replay.r3_check_interval,
             rechecked=rechecked,
             missed=missed,
+            custody=self._custody(rollout_id, prepared),
         )
         if verdict is not None and verdict.stale_warning:  # the terminal shows it once
             level = logging.INFO if self._warned_of_staleness else logging.WARNING
             logger.log(level, verdict.stale_warning)
             self._warned_of_staleness = True
         return verdict
+
+    def _custody(self, rollout_id: int, prepared: Prepared | None) -> list[CustodyRecord]:
+        """Rank 0: what the custody of the step's sessions is judged by."""
+        if prepared is None:
+            return []
+        found = custody_of_samples([s.sample for s in prepared.samples])
+        return [CustodyRecord(c.session, c.calls, c.samples, rollout_id) for c in found]
 
     def _rechecked(
         self, rollout_id: int, prepared: Prepared | None, source: RolloutSource | None
@@ -107,6 +117,8 @@ def replay_metrics(verdict: StepVerdict) -> dict[str, Any]:
         metrics["r3_audit/passed"] = judged.get(verdict.sampling.verdict)
         metrics["r3_audit/parts"] = verdict.sampling.parts
         metrics["r3_audit/missed"] = verdict.sampling.missed
+    if verdict.custody is not None:
+        metrics["agent/custody_passed"] = verdict.custody.verdict == PASSED
     for name, value in verdict.agreement.items():
         metrics["r3/agreement" if name == "equal" else f"r3/agreement_{name}"] = value
     return metrics

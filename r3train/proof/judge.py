@@ -284,13 +284,26 @@ class Sampling:
 
 
 @dataclass(frozen=True)
+class Custody:
+    """The sessions of agents that a step trained (see ``custody_verdict``).
+
+    verdict: passed or failed; tokens: those that were sampled and delivered.
+    """
+
+    verdict: str
+    sessions: Amount
+    tokens: Amount
+    failures: list[str]
+
+
+@dataclass(frozen=True)
 class StepVerdict:
     """The outcome of one step.
 
     counts: ``COUNTS`` and calls of routers over all passes and layers.  above_threshold: current rows without a
     common expert, where there are more than may be; ``expected`` is the most.  stale_warning: where
     rows of other weights are above the threshold, which fails nothing.
-    sampling: None where no sample was to be rechecked.
+    sampling: None where no sample was to be rechecked.  custody: None where no agent made the samples.
     """
 
     step: int
@@ -301,10 +314,12 @@ class StepVerdict:
     agreement: dict[str, float] = field(default_factory=dict)
     stale_warning: str | None = None
     sampling: Sampling | None = None
+    custody: Custody | None = None
 
     @property
     def passed(self) -> bool:
         true = self.sampling is None or not self.sampling.failures
+        true &= self.custody is None or not self.custody.failures
         return true and not self.failures and self.threshold_error is None
 
     def failed_claim(self) -> tuple[str, str]:
@@ -314,7 +329,8 @@ class StepVerdict:
         """
         if self.passed:
             return "", ""
-        failures = self.failures + (self.sampling.failures if self.sampling else [])
+        failures: list[Any] = self.failures + (self.sampling.failures if self.sampling else [])
+        failures += [f"custody: {text}" for text in self.custody.failures] if self.custody else []
         kind = "replay" if failures else "threshold"
         if self.threshold_error is not None:
             return kind, self.threshold_error
@@ -494,6 +510,7 @@ def step_line(
         "threshold_error": verdict.threshold_error,
         "stale_warning": verdict.stale_warning,
         **({} if verdict.sampling is None else {"sampling": asdict(verdict.sampling)}),
+        **({} if verdict.custody is None else {"custody": asdict(verdict.custody)}),
     }
 
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from r3train.host_group import host_barrier, host_group
 from r3train.proof.judge import judge, native, step_line, StepExpectation, StepTotals, StepVerdict
 from r3train.proof.controls import beaten_by
+from r3train.proof.custody_verdict import CustodyRecord, judge_custody
 from r3train.proof.recheck_verdict import judge_recheck, RecheckRecord
 from r3train.proof.writer import EvidenceWriter
 from r3train.types import ReplayEvidence, RouteShape
@@ -27,13 +28,14 @@ def prove_step(
     check_interval: int = 1,
     rechecked: Sequence[RecheckRecord] | None = None,
     missed: int = 0,
+    custody: Sequence[CustodyRecord] = (),
 ) -> StepVerdict | None:
     """Write this rank's records, add up all ranks' sums, judge them and write the verdict.
 
     A collective.  Records that may be summed are written after the judgement, which tells whether they are
     right.  No verdict is written before the records of all ranks.  expectation: on rank 0 only, which
     alone has a verdict.  rechecked: comparisons with samples that were rechecked, None without any
-    to expect; missed: see ``Sampling``.
+    to expect; missed: see ``Sampling``; custody: the sessions of agents.
     """
     if not evidence.summed:
         evidence.write(records)
@@ -48,6 +50,7 @@ def prove_step(
         verdict = judge(totals, expectation, shape, mismatch_threshold=mismatch_threshold)
         if rechecked is not None:
             verdict = replace(verdict, sampling=judge_recheck(rechecked, missed))
+        verdict = replace(verdict, custody=judge_custody(custody))
         place = native(passes)
         layers = (totals.counters((*place, layer)) for layer in expectation.expected_fingerprints)
         wrong = not verdict.passed or any(map(beaten_by, layers))
@@ -59,6 +62,7 @@ def prove_step(
     if expectation is None or verdict is None:
         return None
     evidence.write_recheck(rechecked or ())
+    evidence.write_custody(custody)
     line = step_line(
         verdict,
         expectation,

@@ -166,6 +166,8 @@ def compare_rollout(
     of_id = {sample.sample_id: sample for sample in samples}
     records = []
     for again in rechecked.parts:
+        if _was_given_up(of_id.get(again.sample_id), again):
+            continue
         sample = read(of_id[again.sample_id])
         assert np.array_equal(sample.token_ids[: len(again.token_ids)], again.token_ids)
         # of a request that waited for an update the prompt was computed under the newer version
@@ -173,6 +175,15 @@ def compare_rollout(
             own = noise.get(again.server)
             records.append(compare(step, sample, again, own, moe_layers, log_probs=log_probs))
     return records
+
+
+def _was_given_up(sample: RolloutSample | None, again: Rechecked) -> bool:
+    """True for the prompt of an agent's request that was never answered; another may have its id since."""
+    if sample is not None and sample.trajectory_id is None:
+        return False
+    if sample is None:
+        return again.part == "prompt"
+    return not np.array_equal(sample.token_ids[: len(again.token_ids)], again.token_ids)
 
 
 def _first_version(sample: RolloutSample) -> int:

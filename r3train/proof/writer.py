@@ -17,8 +17,9 @@ from typing import TextIO
 
 from r3train.config.files import naming, open_regular
 from r3train.data import rotated_files
-from r3train.data.json_lines import cut_truncated_line
+from r3train.data.json_lines import append_lines, cut_truncated_line
 from r3train.proof.judge import SAMPLING_MASK, sums_of
+from r3train.proof.custody_verdict import CustodyRecord
 from r3train.proof.recheck_verdict import RecheckRecord
 from r3train.types import ReplayEvidence
 
@@ -27,6 +28,7 @@ logger = logging.getLogger(__name__)
 EVIDENCE_DIR = "evidence"
 STEPS_FILE = "steps.jsonl"
 RECHECK_FILE = "rechecked.jsonl"
+CUSTODY_FILE = "custody.jsonl"
 _STEP = re.compile(rb'"step": (\d+)')
 
 
@@ -69,6 +71,7 @@ class EvidenceWriter:
         with open_regular(self._path) as lines:
             steps = map(_STEP.search, lines)
             self._steps_in_file = {int(step[1]) for step in steps if step}
+        self._run_dir = run_dir
         self._steps = self._rechecked = None
         if rank == 0:
             self._steps, self._rechecked = (
@@ -110,6 +113,12 @@ class EvidenceWriter:
                     line = {"attempt": self._attempt, **asdict(record)}
                     self._rechecked.write(json.dumps(line) + "\n")
                 self._rechecked.flush()
+
+    def write_custody(self, records: Sequence[CustodyRecord]) -> None:
+        """Store the custody of one step's sessions (rank 0 only); without any no file is made."""
+        lines = [{"attempt": self._attempt, **asdict(record)} for record in records]
+        if lines:
+            append_lines(self._run_dir / EVIDENCE_DIR / CUSTODY_FILE, lines)
 
     def write_step(self, verdict: dict) -> None:
         """Store the step's verdict (rank 0 only)."""

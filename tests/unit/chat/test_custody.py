@@ -1,0 +1,122 @@
+"""Every way in which a session's tokens can be trained twice, not at all, or on another history is said."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+import pytest
+from tests.unit.generation.session_play import Play, user
+
+from r3train.audit.evidence_schema import SESSIONS
+from r3train.chat.custody import custody_of_samples, problems
+from r3train.proof.custody_verdict import CustodyRecord, judge_custody
+from r3train.proof.judge import StepVerdict
+from r3train.types import RolloutSample
+
+
+def session() -> list[RolloutSample]:
+    """Two samples: an answer with one behind it, and a fork of the first."""
+    play = Play(seed=4)
+    first = [user("go")]
+    answer = asyncio.run(play.ask(first))
+    for text in ("a", "b"):
+        asyncio.run(play.ask([*first, answer, user(text)]))
+    return play.session.samples()
+
+
+def changed(samples, place: int, **fields) -> list[RolloutSample]:
+    return [replace(s, **fields) if i == place else s for i, s in enumerate(samples)]
+
+
+def with_mask(samples, place: int, change) -> list[RolloutSample]:
+    mask = samples[place].loss_mask.copy()
+    change(mask, samples[place])
+    return changed(samples, place, loss_mask=mask)
+
+
+def of_prefix(mask: np.ndarray, sample: RolloutSample) -> None:
+    mask |= sample.weight_versions >= 0  # a fork trains what its prefix sampled
+
+
+def other_token(samples) -> list[RolloutSample]:
+    ids = samples[1].token_ids.copy()
+    ids[3] += 1
+    return changed(samples, 1, token_ids=ids)
+
+
+def other_rows(samples) -> list[RolloutSample]:
+    return changed(samples, 0, routed_experts=samples[0].routed_experts[:-1])
+
+
+def row_that_never_came(samples) -> list[RolloutSample]:
+    rows = samples[0].routed_experts.copy()
+    rows[2] = 255
+    return changed(samples, 0, routed_experts=rows)
+
+
+def twice_in_the_ledger(samples) -> list[RolloutSample]:
+    return changed(samples, 1, custody=(*samples[1].custody, samples[1].custody[-1]))
+
+
+def left_out_of_the_ledger(samples) -> list[RolloutSample]:
+    return changed(samples, 1, custody=samples[1].custody[:-1])
+
+
+PLANTED = {
+    "a token without its loss": (
+        lambda s: with_mask(s, 0, lambda m, _: np.put(m, np.flatnonzero(m)[0], False)),
+        "sample 640: tokens .* were sampled and delivered, .* have loss",
+    ),
+    "loss on what follows an answer": (
+        lambda s: with_mask(s, 0, lambda m, x: np.put(m, np.flatnonzero(~m)[-1], True)),
+        "sample 640: tokens .* were sampled",
+    ),
+    "a fork trains its prefix too": (lambda s: with_mask(s, 1, of_prefix), "sample 641: tokens"),
+    "another history": (other_token, "sample 641 does not begin with the .* tokens of a call"),
+    "a lost fork": (lambda s: s[1:], "sample 640 is not there, and .* tokens"),
+    "two samples of one id": (
+        lambda s: changed(s, 0, sample_id=641),
+        "session 640: two of its samples have one id",
+    ),
+    "a call that is counted twice": (twice_in_the_ledger, "sample 641: two calls sampled tokens"),
+    "a call that nobody delivered": (left_out_of_the_ledger, "tokens none were sampled"),
+    "a row that is not there": (other_rows, "sample 640: 1 rows are not there"),
+    "a row that never came": (row_that_never_came, "sample 640: 1 rows are not there"),
+}
+
+
+def test_a_sound_session_has_no_problem_and_its_record_is_read_again():
+    [custody] = custody_of_samples(session())
+    assert list(problems(custody)) == []
+    record = CustodyRecord(custody.session, custody.calls, custody.samples, 3)
+    line = msgspec.json.encode({"attempt": "x", **msgspec.to_builtins(record)})
+    assert list(problems(SESSIONS.decode(line))) == []
+    verdict = judge_custody([record])
+    assert (verdict.verdict, verdict.sessions, verdict.tokens) == ("passed", 1, custody.num_tokens)
+    assert judge_custody([]) is None
+
+
+@pytest.mark.parametrize("plant, said", PLANTED.values(), ids=PLANTED)
+def test_a_planted_bug_is_said(plant, said):
+    [custody] = custody_of_samples(plant(session()))
+    found = list(problems(custody))
+    assert found and any(re.search(said, text) for text in found), found
+    assert judge_custody([custody]).verdict == "failed"
+
+
+def test_samples_of_no_session_have_no_custody():
+    samples = [replace(s, custody=None) for s in session()]
+    assert custody_of_samples(samples) == []
+
+
+def test_a_step_whose_custody_failed_has_failed_and_says_so():
+    [custody] = custody_of_samples(PLANTED["a fork trains its prefix too"][0](session()))
+    verdict = StepVerdict(3, [], [], None, {}, custody=judge_custody([custody]))
+    assert not verdict.passed
+    kind, text = verdict.failed_claim()
+    assert kind == "replay" and "R3 check failed at step 3:\n  custody: sample 641: tokens" in text
+    assert replace(verdict, custody=None).passed
