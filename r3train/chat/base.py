@@ -54,6 +54,24 @@ class ChatRefused(Exception):
         self.code = code
 
 
+class AgentFailed(Exception):
+    """An agent that raised, exited with an error, took too long, or never called the model; its text is one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class AgentTask:
+    """The task of an agent's function: its row of the data, and the chat endpoint that is its model.
+
+    The endpoint speaks OpenAI's chat API; any model name will do.  It counts as one session by its key.
+    """
+
+    base_url: str
+    key: str
+    prompt: Any  # the row's value as it is in the file: text, or messages
+    label: Any
+    metadata: dict[str, Any]
+
+
 @dataclass(frozen=True, slots=True)
 class Parsed:
     """The parts of an answer's text: the content shown, the reasoning before it, and the calls of tools.

@@ -298,6 +298,22 @@ def _context(config: RunConfig, hf: HfModelFacts) -> tuple[int, str]:
     return min(limits)
 
 
+def context_len(config: RunConfig, hf: HfModelFacts) -> int:
+    """The most tokens of a sample: --rollout-max-context-len, or what the model and the servers take."""
+    return _context(config, hf)[0]
+
+
+def check_longest_chain(config: RunConfig, hf: HfModelFacts) -> None:
+    """Check that a microbatch can hold what an agent may send; raises ConfigError."""
+    context, name = _context(config, hf)
+    tokens, cp = config.trainer.max_tokens_per_gpu, config.parallel.context_parallel_size
+    if context > tokens * cp:
+        raise ConfigError(
+            f"max_tokens_per_gpu {tokens} * context_parallel_size {cp} = {tokens * cp} is below {name}"
+            f" {context}, up to which an agent may send and sample tokens: lower --rollout-max-context-len"
+        )
+
+
 def _model_lengths(config: RunConfig, hf: HfModelFacts) -> Iterator[str]:
     rollout = config.rollout
     asked = rollout.rollout_max_context_len

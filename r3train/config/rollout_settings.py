@@ -238,11 +238,6 @@ class RolloutSection(Section):
             )
 
     @property
-    def samples_per_episode(self) -> int:
-        """Sample ids that one episode may need."""
-        return self.environment_max_turns if self.environment_samples == "turn" else 1
-
-    @property
     def replays_sampling_mask(self) -> bool:
         """True when tokens are sampled among those that top-k and top-p keep, and log-probs are of these."""
         return self.rollout_top_k > 1

@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from r3train.config import sources
+from r3train.config.agent_settings import AgentSection
 from r3train.config.algorithm_settings import AlgorithmSection
 from r3train.config.checkpoint_settings import CheckpointSection
 from r3train.config.data_settings import DataSection
@@ -103,6 +104,7 @@ class RunConfig(Section):
     parallel: ParallelSection = ParallelSection()
     data: DataSection
     rollout: RolloutSection
+    agent: AgentSection = AgentSection()
     algorithm: AlgorithmSection = AlgorithmSection()
     trainer: TrainerSection = TrainerSection()
     replay: ReplaySection = ReplaySection()
@@ -176,6 +178,14 @@ class RunConfig(Section):
     def eval_slots(self) -> int:
         """eval_max_concurrency with its default resolved."""
         return self.eval.eval_max_concurrency or max(1, self.rollout.max_concurrency // 2)
+
+    @property
+    def samples_per_episode(self) -> int:
+        """Sample ids that one episode may need."""
+        if self.agent.agent is not None:
+            return self.agent.agent_max_calls
+        rollout = self.rollout
+        return rollout.environment_max_turns if rollout.environment_samples == "turn" else 1
 
     @property
     def samples_per_rollout(self) -> int:
@@ -261,8 +271,19 @@ class RunConfig(Section):
     def reward_is_optional(self) -> bool:
         """True when a teacher teaches (--use-opd) and no reward is named: rows without one score 0."""
         data, environment = self.data, self.rollout.environment
-        named = data.rm_type or data.custom_rm_path or environment
+        named = data.rm_type or data.custom_rm_path or environment or self.agent.agent
         return self.algorithm.use_opd and named is None
+
+    @property
+    def scores_answers(self) -> bool:
+        """True where a reward scores what is generated.
+
+        Environments and dumped rollouts have their own; agents have theirs, unless a reward is named.
+        """
+        if not self.has_engines or self.rollout.environment is not None:
+            return False
+        named = self.data.rm_type or self.data.custom_rm_path
+        return self.agent.agent is None or named is not None
 
     @property
     def servers_may_hold_other_weights(self) -> bool:

@@ -165,7 +165,7 @@ def read_tables(
     problems = []
     sections = list(config.model_fields)
     for section, table in content.items():
-        if section in known:
+        if section in known and not (section in sections and isinstance(table, dict)):
             problems.append(f"{path}: {section} belongs in the table [{known[section].section}]")
         elif section not in sections:
             hint = nearest(section, [*sections, *known])

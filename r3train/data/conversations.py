@@ -15,6 +15,7 @@ from r3train.data.prompts import (
     require_messages,
     required,
 )
+from r3train.data.templates import ChatTemplate
 from r3train.ids import prompt_id
 from r3train.types import Prompt, RolloutSample
 

@@ -316,7 +316,7 @@ class SessionTemplate:
     def _problem(
         self, answer: dict[str, Any], new: list[dict[str, Any]], tools: Sequence[dict[str, Any]]
     ) -> str | None:
-        """Why this way is wrong for an answer and the messages after it; None where it is right."""
+        """Tell why this way is wrong for an answer and the messages after it; None where it is right."""
         try:
             whole = self.whole_text([_ASKS, _SAYS, _ASKS, answer, *new], tools)
             if any(message["content"] not in whole for message in new):

@@ -16,9 +16,13 @@ _BLOCKS = "blocks the event loop; await what takes long, or run it in a thread"
 
 
 class EnvironmentLoop:
-    """Runs code of the user in turns, as asyncio does; the thread is a daemon and ends with the process."""
+    """Runs code of the user in turns, as asyncio does; the thread is a daemon and ends with the process.
 
-    def __init__(self) -> None:
+    limit: the flag of its time-outs, for errors.
+    """
+
+    def __init__(self, limit: str = "--environment-timeout-s") -> None:
+        self._limit = limit
         self._loop = asyncio.new_event_loop()
         self._begun = 0  # calls, so far
         threading.Thread(target=self._loop.run_forever, name="environments", daemon=True).start()
@@ -53,7 +57,7 @@ class EnvironmentLoop:
         except TimeoutError:
             if not bound.expired():
                 raise
-            late = f"{what} took longer than --environment-timeout-s {limit_s:g}"
+            late = f"{what} took longer than {self._limit} {limit_s:g}"
             blocks = f": it {_BLOCKS}" if self._holder() == what else ""
             raise ValueError(late + blocks) from None
         finally:
@@ -70,7 +74,7 @@ class EnvironmentLoop:
         while not begun.is_set():
             if before == self._begun:
                 raise ValueError(
-                    f"{what} waited longer than --environment-timeout-s {limit_s:g}:"
+                    f"{what} waited longer than {self._limit} {limit_s:g}:"
                     f" {self._holder() or 'another call'} {_BLOCKS}"
                 )
             before = self._begun

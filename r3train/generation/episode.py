@@ -25,6 +25,14 @@ class Episode(Protocol):
     ) -> tuple[list[RolloutSample], float | None]: ...
 
 
+class EpisodeDropped(Exception):
+    """A rollout that cannot be trained: its group is replaced.  reason: the end of the outcome dropped_REASON."""
+
+    def __init__(self, reason: str, why: str) -> None:
+        super().__init__(why)
+        self.reason = reason
+
+
 async def generate_once(
     generate: Generate, prompt: Prompt, *, sampling: SamplingParams, sample_id: int
 ) -> tuple[list[RolloutSample], float | None]:

@@ -22,8 +22,8 @@ from r3train.ids import evaluation_group, evaluation_sample
 from r3train.types import Prompt, RolloutSample
 
 Row = dict[str, Any]
-# a sample and its own reward, None if its episode gave none
-Answer = tuple[RolloutSample, float | None]
+# an episode's samples and its own reward, None if it gave none
+Answer = tuple[list[RolloutSample], float | None]
 # makes what an answer enters for as long as its requests are in flight
 Room = Callable[[], AbstractAsyncContextManager[Any]]
 
@@ -40,6 +40,7 @@ class EvalSet:
     make_episode: Callable[[Prompt], Episode]  # of one sample
     decode: Callable[[Sequence[int]], str]
     segment_len: int | None = None  # most tokens of one request, as of a rollout's
+    samples_per_episode: int = 1  # sample ids that an episode may take
 
 
 class EvaluationEnded(Exception):
@@ -64,15 +65,16 @@ async def evaluate(
         async with room():
             samples, own = await _answer(asked, backend, version, place, number)
         on_answer()
-        (sample,) = samples  # a row tells of a whole episode
-        return sample, own
+        return samples, own
 
     async def scored(answers: Sequence[asyncio.Task[Answer]]) -> list[Row]:
         done = [await each for each in answers]
-        unscored = [sample for sample, own in done if own is None]
+        unscored = [samples[-1] for samples, own in done if own is None]
         found = iter(await asked.score(unscored) if unscored else [])
         rewards = [next(found) if own is None else own for _, own in done]
-        return [_row(i, sample, r) for i, ((sample, _), r) in enumerate(zip(done, rewards))]
+        return [
+            _row(i, samples, r, version) for i, ((samples, _), r) in enumerate(zip(done, rewards))
+        ]
 
     rows = []
     try:
@@ -95,14 +97,15 @@ async def _answer(
 ) -> tuple[list[RolloutSample], float | None]:
     """Play one episode; returns its samples and its own reward, None if it gave none."""
     prompt = asked.prompts[place]
-    sample_id = evaluation_sample(asked.name, place * asked.num_samples + number)
+    episode_number = place * asked.num_samples + number
+    sample_id = evaluation_sample(asked.name, episode_number * asked.samples_per_episode)
+    group_id = evaluation_group(place)
 
     async def generate(
         resume_from: RolloutSample | None = None, turn_limit: int | None = None
     ) -> RolloutSample:
-        sample = resume_from or stitch.begin(
-            prompt, sample_id=sample_id, group_id=evaluation_group(place)
-        )
+        sample = resume_from or stitch.begin(prompt, sample_id=sample_id, group_id=group_id)
+        sample = replace(sample, group_id=group_id)  # of one that the episode has begun
         while True:
             limit = stitch.shortest(turn_limit, asked.segment_len)
             request = stitch.next_request(
@@ -123,16 +126,20 @@ async def _answer(
                 turn_limit -= len(segment.token_ids)
             left = stitch.shortest(stitch.tokens_left(sample, asked.sampling), turn_limit)
             if not stitch.is_cut(segment, limit, left):
-                break
-        text = asked.decode(sample.token_ids[sample.prompt_len :].tolist())
-        return replace(sample, text=text)
+                return sample
 
     episode = asked.make_episode(prompt)
-    return await episode(generate, prompt, sampling=asked.sampling, sample_id=sample_id)
+    samples, own = await episode(generate, prompt, sampling=asked.sampling, sample_id=sample_id)
+    if not samples[-1].text:
+        ids = samples[-1].token_ids[samples[-1].prompt_len :]
+        samples[-1] = replace(samples[-1], text=asked.decode(ids.tolist()))
+    return samples, own
 
 
-def _row(number: int, sample: RolloutSample, reward: float) -> Row:
-    versions = sorted(set(sample.weight_versions[sample.loss_mask].tolist()))
+def _row(number: int, samples: Sequence[RolloutSample], reward: float, version: int | None) -> Row:
+    """A row of a whole episode: its last sample has the answer.  version: of one without a token."""
+    sample = samples[-1]
+    versions = sorted({v for s in samples for v in s.weight_versions[s.loss_mask].tolist()})
     if len(versions) > 1:
         raise ValueError(f"sample {sample.sample_id} spans weight versions {versions}")
     return {
@@ -142,8 +149,8 @@ def _row(number: int, sample: RolloutSample, reward: float) -> Row:
         "label": sample.prompt.label,
         "answer": sample.text,
         "reward": reward,
-        "version": versions[0],
-        "response_len": int(sample.loss_mask.sum()),
+        "version": versions[0] if versions else version,
+        "response_len": sum(int(s.loss_mask.sum()) for s in samples),
         "finish_reason": sample.finish_reason,
     }
 

@@ -40,7 +40,9 @@ class GroupScorer:
         if self.teacher is not None:
             samples = list(await asyncio.gather(*map(self.teacher, samples)))
         if self.score_group is None:
-            rewards = [own if own is not None else await self.score(s) for s in samples]
+            # the samples of an episode share the reward of its end
+            reward = own if own is not None else await self.score(samples[-1])
+            rewards = [reward] * len(samples)
             return {place: list(map(scored, samples, rewards))}
         assert own is None and len(samples) == 1, "environments have rewards of their own"
         group.unscored[place] = samples[0]

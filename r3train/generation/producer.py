@@ -92,7 +92,11 @@ class Producer:
         self._shared = Shared(self._loop, self.start_rollout)
         slots = Slots(rollout, self._shared)
         self._rechecking = Rechecking(
-            rollout, self.audit_share, self._shared.counts, versions_stay=asking.versions_stay
+            rollout,
+            self.audit_share,
+            self._shared.counts,
+            versions_stay=asking.versions_stay,
+            samples_per_episode=self.episodes.samples,
         )
         self._evaluation = EvaluationRunner(self._shared, slots)
         self._gate = UpdateGate(rollout, self._shared, slots, self._evaluation, self._rechecking)
@@ -317,6 +321,7 @@ class Producer:
             "buffered_groups": self._buffer.complete_groups,
             "outcomes": dict(self._buffer.outcomes),
             **self._shared.counts.stats(),
+            **self.episodes.stats(),
         }
 
     async def _close(self) -> None:
@@ -325,6 +330,7 @@ class Producer:
         self._scheduler.log_outcomes()
         await cancelled(self._opening, *self._scheduler.tasks, *self._evaluation.tasks)
         await self._gate.end_rechecks()
+        await self.episodes.close()
         if self._shared.backend is not None:
             with contextlib.suppress(EngineError):  # the loop ends in the middle of an update
                 await self._gate.thaw()

@@ -60,6 +60,7 @@ class Rechecking:
     Samples are numbered in blocks of ``rollout_batch_size`` groups, which are the rollouts unless
     groups are filtered.  Of each block at least one is chosen, by the block's number and the run's
     seed; none without a share.  ``versions_stay``: servers can compute with an older version next to the newest.
+    ``samples_per_episode``: sample ids that each of these samples may take.
     """
 
     rollout: RolloutSection
@@ -67,6 +68,7 @@ class Rechecking:
     counts: Counts
     _: KW_ONLY
     versions_stay: bool = False
+    samples_per_episode: int = 1
 
     def __post_init__(self) -> None:
         self._tasks: dict[asyncio.Task[None], Group] = {}
@@ -131,7 +133,7 @@ class Rechecking:
     ) -> None:
         """Compute a complete sample again, or its last part, if the servers hold its version.
 
-        sample: of an episode's samples the last one, which holds all of its tokens.
+        sample: of an episode's samples one that holds all tokens of the part's request.
         """
         first = part.first
         if first is None or (first.weight_version != version and not self.versions_stay):
@@ -190,6 +192,5 @@ class Rechecking:
             await asyncio.wait(own, timeout=AWAITED_S)
         parts = [part for group in groups for part in group.rechecked]
         chosen = sum(len(self.chosen(group.group_id)) for group in groups)
-        episode = self.rollout.samples_per_episode
-        done = {part.sample_id // episode for part in parts}
+        done = {part.sample_id // self.samples_per_episode for part in parts}
         return RecheckedRollout(parts, chosen - len(done), self._noise)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from r3train.config.rollout_settings import RolloutSection
-from r3train.engine.backend import EngineError, SamplingParams, Segment
+from r3train.engine.backend import EngineError, sample_seed, SamplingParams, Segment
 from r3train.generation import stitch
 from r3train.generation.buffer import Group
 from r3train.generation.episode import Episode, generate_once
@@ -38,17 +40,34 @@ class Asking:
     pool_facts: str | None = None
 
 
+async def _nothing() -> None:
+    pass
+
+
 @dataclass(frozen=True)
 class Episodes:
     """Settings of the rollouts that are made of answers.
 
     make: makes one rollout's ``Episode``; without it a rollout is one answer.  decode: gives the text of
     response tokens.  keep_decoded: samples keep the decoded rows of each answer, for the evidence.
+    samples: sample ids that an episode may take.  most: episodes at once, which then hold a slot during their
+    calls only; None: an episode begins with a slot.  stats: counts of the episodes so far.  close: ends what they
+    share, after the last of them.
     """
 
     make: Callable[[Prompt], Episode] = lambda prompt: generate_once
     decode: Callable[[Sequence[int]], str] = lambda token_ids: ""
     keep_decoded: bool = False
+    samples: int = 1
+    most: int | None = None
+    stats: Callable[[], Mapping[str, Any]] = dict
+    close: Callable[[], Awaitable[None]] = _nothing
+
+    def with_text(self, sample: RolloutSample) -> RolloutSample:
+        """The sample with the text of its response, if its episode gave it none."""
+        if sample.text:
+            return sample
+        return replace(sample, text=self.decode(sample.token_ids[sample.prompt_len :].tolist()))
 
 
 @dataclass(frozen=True)
@@ -76,9 +95,9 @@ class RolloutTask:
         self.group = group
         self.place = place
         number = group.group_id * rollout.n_samples_per_prompt + place
-        self.sample_id = number * rollout.samples_per_episode
+        self.sample_id = number * parts.episodes.samples
         self.episode = parts.episodes.make(group.prompt)
-        self.unbroken = Unbroken()
+        self.unbroken: defaultdict[int, Unbroken] = defaultdict(Unbroken)  # by sample id
         self._reserved = False  # a slot, for the first call
 
     def reserve_slot(self) -> None:
@@ -98,12 +117,13 @@ class RolloutTask:
     async def make(self) -> tuple[list[RolloutSample], float | None]:
         """Make the rollout; return its samples and its episode's reward, None if it gave none."""
         try:
-            return await self.episode(
+            samples, reward = await self.episode(
                 self,
                 self.group.prompt,
                 sampling=self._parts.asking.sampling,
                 sample_id=self.sample_id,
             )
+            return [self._parts.episodes.with_text(sample) for sample in samples], reward
         finally:
             self.release()
 
@@ -111,12 +131,24 @@ class RolloutTask:
         self, resume_from: RolloutSample | None = None, turn_limit: int | None = None
     ) -> RolloutSample:
         """Generate one answer, resumed after every update that aborted it."""
+        group = self.group.group_id
         sample = resume_from or stitch.begin(
-            self.group.prompt, sample_id=self.sample_id, group_id=self.group.group_id
+            self.group.prompt, sample_id=self.sample_id, group_id=group
         )
-        sample = await _Call(self, self._parts, self._take_over()).answer(sample, turn_limit)
-        text = self._parts.episodes.decode(sample.token_ids[sample.prompt_len :].tolist())
-        return replace(sample, text=text)
+        sample = replace(sample, group_id=group)  # of one that the episode has begun
+        return await _Call(self, self._parts, self._take_over()).answer(sample, turn_limit)
+
+    def to_recheck(self, samples: Sequence[RolloutSample]) -> RolloutSample:
+        """One of the rollout's samples, by its id and the run's seed; of one request's tokens the last, which has all."""
+        if len(self.unbroken) <= 1:
+            return samples[-1]
+        seed = self._parts.rollout.rollout_seed
+        return samples[sample_seed(seed, self.sample_id) % len(samples)]
+
+    def part_of(self, sample: RolloutSample) -> Unbroken:
+        """The last part of a sample that one weight version computed; samples of one turn share the rollout's."""
+        of_one_turn = sample.sample_id not in self.unbroken
+        return self.unbroken[self.sample_id if of_one_turn else sample.sample_id]
 
 
 class _Call:
@@ -156,7 +188,7 @@ class _Call:
                 weight_version=version,
                 exact_version=not gate.mode_freezes,
             )
-            if gate.mode_freezes and not sample.loss_mask.any():
+            if gate.mode_freezes and request.rows_start == 0:  # no row is of an earlier version
                 self._parts.rechecking.sent(self._task.group, self._task.place, request)
             goes_on, began = False, time.monotonic()
             try:
@@ -165,7 +197,7 @@ class _Call:
                 again = self._is_retracted(segment)
                 count = 0 if again else len(segment.token_ids)
                 if not again:
-                    self._task.unbroken.answered(request, segment)
+                    self._task.unbroken[sample.sample_id].answered(request, segment)
                     sample = stitch.extend(sample, segment)
                 waited_s = sample.generation_s + time.monotonic() - began
                 sample = replace(sample, generation_s=waited_s)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
 from r3train.generation.buffer import Group, GroupBuffer, Outcome, ProducerState
+from r3train.generation.episode import EpisodeDropped
 from r3train.generation.rollout_task import Parts, RolloutTask
 from r3train.generation.group_scorer import GroupScorer
 from r3train.types import Scored
+
+logger = logging.getLogger(__name__)
 
 
 class Scheduler:
@@ -44,7 +48,8 @@ class Scheduler:
     def send(self) -> None:
         """Send all rollouts that may be sent."""
         while (rollout := self._next_unsent()) is not None:
-            rollout.reserve_slot()
+            if self._parts.episodes.most is None:
+                rollout.reserve_slot()
             name = f"sample {rollout.sample_id} of prompt {rollout.group.prompt.prompt_id}"
             task = self._shared.loop.create_task(self._one(rollout), name=name)
             self._tasks[task] = rollout.group
@@ -88,9 +93,7 @@ class Scheduler:
     def _next_unsent(self) -> RolloutTask | None:
         """The next rollout that was never sent; None while it must wait."""
         parts = self._parts
-        if not (
-            self._shared.sends_new_rollouts and parts.gate.open and parts.slots.for_new_rollouts
-        ):
+        if not (self._shared.sends_new_rollouts and parts.gate.open and self._has_room):
             return None
         while self._unsent or self._submit_group():
             rollout = self._unsent.popleft()
@@ -99,6 +102,12 @@ class Scheduler:
                     rollout.group.started_version = self._shared.version
                 return rollout
         return None
+
+    @property
+    def _has_room(self) -> bool:
+        """True if one more rollout may begin."""
+        most = self._parts.episodes.most
+        return self._parts.slots.for_new_rollouts if most is None else len(self._tasks) < most
 
     def _submit_group(self) -> bool:
         if self.buffer.room(self._shared.version) <= 0:
@@ -119,17 +128,33 @@ class Scheduler:
                 if self.buffer.holds(rollout.group):
                     self.buffer.finish(rollout.group, place, samples)
             self.log_outcomes()
+        except EpisodeDropped as dropped:
+            self._drop(rollout.group, dropped)
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # noqa: BLE001 - raised by whoever waits for the producer
             self._shared.fail(error)
 
+    def _drop(self, group: Group, dropped: EpisodeDropped) -> None:
+        """Replace a group one of whose rollouts cannot be trained; its others end."""
+        logger.warning("the group of prompt %s is dropped: %s", group.prompt.prompt_id, dropped)
+        try:
+            if self.buffer.holds(group):
+                self.buffer.drop(group, dropped.reason)
+        except RuntimeError as error:
+            self._shared.fail(error)
+        for task, other in self._tasks.items():
+            if other is group and task is not asyncio.current_task():
+                task.cancel()
+        self.log_outcomes()
+
     async def _scored(self, rollout: RolloutTask) -> dict[int, list[Scored]]:
         """Make a rollout and score it; return the scored samples by their place in the group."""
         parts, shared, group = self._parts, self._shared, rollout.group
         samples, own = await rollout.make()
+        checked = rollout.to_recheck(samples)
         parts.rechecking.finished(
-            group, rollout.place, samples[-1], rollout.unbroken, shared.version
+            group, rollout.place, checked, rollout.part_of(checked), shared.version
         )
         if not parts.episodes.keep_decoded:
             samples = [replace(sample, decoded=(), decoded_masks=()) for sample in samples]

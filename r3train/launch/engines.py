@@ -19,6 +19,7 @@ from r3train.data.json_lines import append_lines
 from r3train.data.templates import ChatTemplate
 from r3train.environments.named_environments import get_environment, get_tools
 from r3train.observe.console import Phase, RunDisplay
+from r3train.launch.agents import make_agents, make_door
 from r3train.launch.local_servers import start_servers
 from r3train.launch.job import Job
 from r3train.launch.other_models import served_teacher
@@ -32,6 +33,7 @@ from r3train.engine.addresses import is_loopback
 from r3train.engine.backend import RolloutBackend, SamplingParams
 from r3train.engine.control import MEMORY, EngineControl, ServerVersions
 from r3train.engine.key import engine_api_key
+from r3train.generation.agent_episode import AgentEpisode
 from r3train.generation.buffer import OUTCOMES_FILE, Outcome, ProducerState
 from r3train.generation.conversation import Conversation
 from r3train.generation.episode import Episode, generate_once
@@ -89,6 +91,7 @@ class Engines(RolloutFleet):
         self._addrs = list(config.rollout.rollout_external_engine_addrs)
         self._versions: ServerVersions | None = None
         self._adapters = Adapters() if config.serves_adapters else None
+        self._agents = make_agents(job, run_dir) if config.agent.agent is not None else None
         self._supervisor: EngineSupervisor | None = None
         self._bad_answers = 0
         self._pool_facts: str | None = None
@@ -377,13 +380,34 @@ class Engines(RolloutFleet):
                 score_group=job.reward.group if job.reward.takes_groups else None,
                 teacher=served_teacher(job.config) if job.config.algorithm.asks_teacher else None,
             ),
-            episodes=Episodes(
-                make=_conversations(job, job.config.rollout),
-                decode=self._decode,
-                keep_decoded=job.config.r3_check_enabled,
-            ),
+            episodes=self._episodes(),
         )
         return self._producer
+
+    def _episodes(self) -> Episodes:
+        job, shared = self.job, {}
+        if self._agents is not None:
+            most = job.config.agent.agent_max_sessions or job.config.rollout.max_concurrency
+            shared = {
+                "most": most,
+                "stats": self._agents.stats,
+                "close": self._agents.door.stop,
+            }
+        return Episodes(
+            make=self._make_episode(job.config.rollout),
+            decode=self._decode,
+            keep_decoded=job.config.r3_check_enabled,
+            samples=job.config.samples_per_episode,
+            **shared,
+        )
+
+    def _make_episode(
+        self, rollout: RolloutSection, *, evaluates: bool = False
+    ) -> Callable[[Prompt], Episode]:
+        """Return a function that begins the episode of a prompt."""
+        if self._agents is not None:
+            return lambda prompt: AgentEpisode(self._agents, evaluates)
+        return _conversations(self.job, rollout)
 
     def eval_sets(self) -> list[EvalSet]:
         """The evaluation sets, as generation takes them."""
@@ -406,12 +430,19 @@ class Engines(RolloutFleet):
                     seed=rollout.rollout_seed,
                 ),
                 score=data.reward.group,
-                make_episode=_conversations(job, whole),
+                make_episode=self._make_episode(whole, evaluates=True),
+                samples_per_episode=job.config.samples_per_episode,
                 decode=self._decode,
                 segment_len=self._segment_len,
             )
             for data in job.eval_data
         ]
+
+    async def end_sessions(self) -> None:
+        """Close the agents' endpoint; another event loop may open it again."""
+        if self._agents is not None:
+            await self._agents.door.stop()
+            self._agents.door = make_door(self.job.config.agent)
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return self.job.tokenizer.decode(token_ids, skip_special_tokens=True)

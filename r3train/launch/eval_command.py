@@ -117,6 +117,7 @@ def _rows(engines: Engines, asked: EvalSet, places: int, display: RunDisplay) ->
             room = asyncio.Semaphore(places)
             return await evaluate(asked, client, None, lambda: room, on_answer)
         finally:
+            await engines.end_sessions()
             await client.aclose()
 
     def on_answer() -> None:

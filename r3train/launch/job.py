@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from r3train.config import RunConfig
+from r3train.config.cross_checks import context_len
 from r3train.config.evaluation_settings import EvalDataset
 from r3train.config.hf_facts import HfModelFacts
 from r3train.config.sources import plain
@@ -49,6 +50,7 @@ class Job:
     # of --loss-type sft; ``prompts`` holds their beginnings
     conversations: tuple[RolloutSample, ...] = ()
     first_reward: str | None = None  # of the first prompt, in words; on the rank that tried it
+    agent_facts: tuple[str, ...] = ()  # what the rehearsal of an agent's session showed
 
     @property
     def first_prompt(self) -> list[str]:
@@ -89,7 +91,10 @@ class Job:
 
     @property
     def longest_prompt(self) -> int:
-        """Tokens of the longest prompt of the rollouts, or conversation."""
+        """Tokens of the longest prompt of the rollouts, or conversation; with an agent all that leave room."""
+        if self.config.agent.agent is not None:
+            response = self.config.rollout.rollout_max_response_len
+            return context_len(self.config, self.hf) - response
         return max(self.lengths)
 
     def close(self) -> None:
@@ -136,6 +141,7 @@ def would_run(job: Job, world_size: int) -> list[str]:
         f" {per_epoch:,.4g} rollouts, the run {rollout.num_rollout / per_epoch:,.3g} epochs",
         f"a rollout is {samples:,} samples and {steps:,} optimizer step{'s' * (steps != 1)} of"
         f" {samples // steps:,}",
+        *job.agent_facts,
         f"{world_size} rank{'s' * (world_size != 1)}, data-parallel size {dp_size}",
         "on CUDA every rank sets, unless you do: "
         + ", ".join(f"{name}={value}" for name, value in RANK_DEFAULTS.items()),
@@ -155,6 +161,7 @@ def eval_settings(job: Job, weights: Path | None = None) -> dict[str, str]:
         "context": rollout.rollout_max_context_len,
         "reward": (data.rm_type, data.custom_rm_path, data.reward_key),
         "environment": rollout.environment,
+        **({"agent": job.config.agent.model_dump(mode="json")} if job.config.agent.agent else {}),
         "turns": (rollout.environment_max_turns, rollout.environment_max_turn_len),
     }
     if weight_of_key := job.config.algorithm.weight_of_key:

@@ -15,6 +15,7 @@ from r3train.config import RunConfig
 from r3train.config.cross_checks import (
     algorithm_warnings,
     check_evaluation,
+    check_longest_chain,
     check_longest_sample,
     check_model,
     check_static,
@@ -45,6 +46,7 @@ from r3train.launch.read_data import (
     read_eval_data,
     read_prompts,
 )
+from r3train.launch.agents import rehearse
 from r3train.launch.gpus import torchruns_number
 from r3train.launch.job import EvalData, Job, JobWarning
 from r3train.launch.limits import check_node, little_shared_memory
@@ -142,6 +144,7 @@ class _Checks:
         self.tokenizer: Any = None
         self.environment: Any = None
         self.tools: list[dict[str, Any]] = []
+        self.agent_facts: tuple[str, ...] = ()
         self.prompts: list[Prompt] = []
         self.sizes: tuple[int, ...] = ()  # prompts per file
         self.conversations: list[RolloutSample] = []
@@ -165,8 +168,8 @@ class _Checks:
 
     @property
     def scores(self) -> bool:
-        """True where a reward scores what is generated: environments and dumped rollouts have their own."""
-        return self.config.has_engines and self.config.rollout.environment is None
+        """True where a reward scores what is generated."""
+        return self.config.scores_answers
 
     def settings(self) -> None:
         """Check what the settings say, by themselves and for this machine."""
@@ -300,6 +303,8 @@ class _Checks:
         config, prompts = self.config, self.prompts
         if self.conversations:
             self.attempt(SETTINGS, check_longest_conversation, config, self.conversations)
+        elif prompts and config.agent.agent is not None:
+            self.attempt(SETTINGS, check_longest_chain, config, self.hf)
         elif prompts:
             if not config.reward_is_optional and all(prompt.label is None for prompt in prompts):
                 text = f"no prompt has a label (key {config.data.label_key})"
@@ -312,6 +317,10 @@ class _Checks:
         if unknown is not None:
             remedy = "look at the first prompt as it is shown, and at the checkpoint's tokenizer"
             self.warn("prompts", unknown, remedy)
+        if config.agent.agent is not None and self.for_node:
+            self.agent_facts = (
+                self.attempt(SETTINGS, rehearse, config, self.hf, self.tokenizer) or ()
+            )
         if self.environment is not None:
             name = config.rollout.environment
             self.attempt(SETTINGS, begin_environment, name, self.environment, prompts[0])
@@ -371,6 +380,7 @@ class _Checks:
             sizes=self.sizes,
             conversations=tuple(self.conversations),
             first_reward=self.first_reward,
+            agent_facts=self.agent_facts,
         )
         self.attempt("checkpoints", resume_point, job)
         self._raise_faults([job])
@@ -408,9 +418,12 @@ def preflight_evaluation(config: RunConfig) -> Job:
     name = config.rollout.environment
     tools = get_tools(get_environment(name)) if name is not None else []
     check_tools(config, tokenizer, tools)
+    if config.agent.agent is not None:
+        rehearse(config, hf, tokenizer)
     data = tuple(read_eval_data(config, each, hf, tokenizer, tools) for each in config.eval_sets)
     for each in data:
-        check_rewards(each)
+        if config.agent.agent is None or config.scores_answers:
+            check_rewards(each)
     prompts = [prompt for each in data for prompt in each.prompts]
     warnings = tuple(_reward_warnings(each.reward for each in data))
     return Job(

@@ -171,6 +171,34 @@ def source_metrics(now: Mapping[str, Any], before: Mapping[str, Any]) -> dict[st
         "rollout/computed_again": since("recheck_tokens"),
         "rollout/retracted": since("retracted_answers"),
         **fates,
+        **agent_metrics(now.get("agent", {}), before.get("agent", {})),
+    }
+
+
+def agent_metrics(now: Mapping[str, float], before: Mapping[str, float]) -> dict[str, Any]:
+    """Metrics of the sessions that ended since the last step, from the sums over all sessions then and now."""
+    since = {
+        key: value - before.get(key, 0) for key, value in now.items() if key != "session_s_max"
+    }
+    sessions = since.get("sessions", 0)
+    if not sessions:
+        return {}
+    ignored = {f"agent/{key}": n for key, n in since.items() if key.startswith("ignored_")}
+    return {
+        "agent/sessions": sessions,
+        **{
+            f"agent/{key}_mean": since.get(key, 0) / sessions
+            for key in ("calls", "chains", "roots", "forks")
+        },
+        **{
+            f"agent/{key}": since.get(key, 0)
+            for key in ("failures", "undelivered", "cut_tokens", "retries_joined")
+        },
+        "agent/reprompted_share": since["prompt_again"] / max(since["tokens"], 1),
+        "agent/session_s_mean": since["seconds"] / sessions,
+        "agent/session_s_max": now["session_s_max"],
+        "agent/harness_s_share": 1 - since["called_s"] / max(since["seconds"], 1e-9),
+        **ignored,
     }
 
 

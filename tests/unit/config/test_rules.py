@@ -17,6 +17,7 @@ from tests.unit.config.test_config import config
 
 R3 = "use_rollout_routing_replay=true"
 TAUGHT = 'use_opd=true, opd_type="sglang", opd_teacher_url="h:1"'
+AGENT = 'agent="m:f", apply_chat_template=true'
 ADAPTER = 'lora_rank=4, lora_serving="adapter"'
 EXTERNAL = 'rollout_external_engine_addrs=["h:1"]'
 SFT = 'loss_type="sft", n_samples_per_prompt=1'
@@ -144,6 +145,14 @@ REFUSED = f"""
     rollout_external_engine_addrs=["h:1", "h:1"] | --rollout-external-engine-addrs: h:1 is named twice
     environment_samples="turn" | --environment-samples turn needs --environment
     environment="calculator", environment_samples="turn", global_batch_size=8 | turn needs one optimizer step per rollout
+    agent_max_calls=2 | --agent-max-calls 2 has no effect without --agent
+    agent="m:f" | --agent m:f needs --apply-chat-template: its requests are written by the chat template
+    {AGENT}, global_batch_size=8 | --agent m:f needs one optimizer step per rollout (--global-batch-size)
+    {AGENT}, environment="calculator" | --agent m:f cannot go with --environment calculator: both would make the turns
+    {AGENT}, group_rm=true, custom_rm_path="m:f" | --agent m:f cannot go with --group-rm: a session has several samples
+    {AGENT}, rollout_ignore_eos=true | --agent m:f cannot go with --rollout-ignore-eos: no answer would end
+    {AGENT}, {SFT} | --agent m:f cannot go with --loss-type sft without --replay-rollouts: nothing is generated
+    {AGENT}, agent_failure_reward=-1.0 | --agent-failure-reward -1 has no effect without --agent-on-failure train (it is error)
     environment="calculator", group_rm=true | --group-rm cannot go with --environment calculator
     # replay
     {R3}, transformer_overrides={{moe_router_load_balancing_type=["aux_loss", "quantile"]}} | _type = ['aux_loss', 'quantile']

@@ -1,4 +1,4 @@
-"""What stands behind an answer in a session of an agent, against whole renderings of the conversation."""
+"""Tokens behind an answer in a session of an agent, against whole renderings of the conversation."""
 
 from __future__ import annotations
 

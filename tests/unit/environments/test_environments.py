@@ -235,7 +235,8 @@ def test_conversations_go_on_over_weight_updates_in_every_mode(mode, sample_a_tu
         lambda group: replace(PROMPT, prompt_id=str(group)),
         Asking(SamplingParams(100)),
         episodes=Episodes(
-            make=lambda prompt: conversation(Script(), max_turn_len=8, sample_a_turn=sample_a_turn)
+            samples=3,
+            make=lambda prompt: conversation(Script(), max_turn_len=8, sample_a_turn=sample_a_turn),
         ),
     ) as producer:
         ids = []
@@ -353,9 +354,10 @@ def test_a_step_that_blocks_its_event_loop_is_named_and_the_others_wait_in_a_che
         lambda group: replace(PROMPT, prompt_id=str(group)),
         Asking(SamplingParams(100)),
         episodes=Episodes(
+            samples=3,
             make=lambda prompt: conversation(
                 Misbehaving(step), environments, environment_timeout_s=0.2
-            )
+            ),
         ),
     )
     # whichever comes first: on a busy machine that is not always sample 0

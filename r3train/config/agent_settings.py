@@ -1,0 +1,56 @@
+"""Agents: programs of their own that call the model through a chat endpoint."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from r3train.config.requirements import excludes, only_with, requires, Requirement
+from r3train.config.section import Section
+from r3train.config.sources import IMPORT_PATH
+
+
+class AgentSection(Section):
+    """An agent makes each rollout: it gets the address of a chat endpoint, and calls the model as it likes."""
+
+    title: ClassVar[str] = "Agents"
+    every_field: ClassVar[tuple[Requirement, ...]] = (only_with("agent"),)
+
+    agent: Annotated[
+        str | None,
+        requires("apply_chat_template: its requests are written by the chat template"),
+        requires(
+            "steps_per_rollout = 1: a session has any number of samples: leave global_batch_size unset"
+        ),
+        excludes("environment: both would make the turns"),
+        excludes("group_rm: a session has several samples"),
+        excludes("rollout_ignore_eos: no answer would end"),
+        excludes("learns_conversations: nothing is generated"),
+    ] = Field(default=None, pattern=IMPORT_PATH)
+    """Agent, an async function as module:function: it gets an AgentTask (docs/agents.md) and returns its reward, or
+    None for that of --rm-type; unset: no agent."""
+    agent_history: Literal["append", "template"] = "append"
+    """append: thoughts stay where the model wrote them.  template: a conversation goes on only where the chat
+    template renders the whole of it so, else it begins anew: what a deployed agent would see."""
+    agent_tool_call_parser: str = Field(default="none", min_length=1)
+    """Reads calls of tools in an answer's text: none, or module:function."""
+    agent_max_calls: int = Field(default=64, ge=1, le=4096)
+    """Most calls of the model in a session."""
+    agent_max_sessions: int | None = Field(default=None, ge=1)
+    """Most sessions at once; unset: rollout_max_concurrency.  A session is in flight only while a call of it is."""
+    agent_max_parallel: int = Field(default=8, ge=1)
+    """Most requests of one session that are answered at once; more wait."""
+    agent_timeout_s: float = Field(default=3600.0, gt=0)
+    """Seconds that a session may take."""
+    agent_on_failure: Literal["error", "drop", "train"] = "error"
+    """Treatment of an agent that raises, takes too long, or never calls the model.  error: end the run.  drop:
+    replace its group by another prompt's.  train: with --agent-failure-reward, if it called the model, else drop."""
+    agent_failure_reward: Annotated[float, only_with("agent_on_failure = train")] = 0.0
+    """Reward of an agent that failed."""
+    agent_reward_post: bool = False
+    """Take the reward of a session that its agent posts to /v1/r3train/reward, if it returns none."""
+    agent_host: str = Field(default="127.0.0.1", min_length=1)
+    """Address on which the endpoint listens; agents on other hosts and in containers need one that reaches there."""
+    agent_port: int = Field(default=0, ge=0, le=65535)
+    """Port of the endpoint; 0 takes a free one."""

@@ -1,0 +1,188 @@
+"""Agents of a run: what they share, wired from a checked job."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from r3train.agents.http import Access, Door
+from r3train.chat.base import AgentFailed, AgentTask, ChatRefused, ChatRequest, Parse, Parsed
+from r3train.config import RunConfig
+from r3train.config.agent_settings import AgentSection
+from r3train.config.cross_checks import context_len
+from r3train.config.hf_facts import HfModelFacts
+from r3train.data.json_lines import append_lines
+from r3train.data.templates import ChatTemplate, SessionTemplate
+from r3train.engine.backend import SamplingParams, Segment
+from r3train.generation import stitch
+from r3train.generation.agent_episode import Agents
+from r3train.generation.environment_loop import EnvironmentLoop
+from r3train.generation.sessions import Session, SessionSettings
+from r3train.launch.job import Job, stop_token_ids
+from r3train.types import Prompt, RolloutSample
+from r3train.user_code import find_user_code, import_user_code, running_user_code
+
+SESSIONS_FILE = "sessions.jsonl"
+
+
+def get_agent(name: str) -> Callable[[AgentTask], Awaitable[Any]]:
+    """Return the function that --agent names; raises ValueError for anything but an async one."""
+    found = import_user_code("--agent", name)
+    if not inspect.iscoroutinefunction(found):
+        raise ValueError(f"--agent {name}: expected an async function of an AgentTask")
+    return found
+
+
+def get_parser(name: str) -> Parse:
+    """Return the parser of --agent-tool-call-parser; raises ValueError for an unknown one."""
+    flag = "--agent-tool-call-parser"
+    found = find_user_code(flag, name, {"none": _as_it_is})
+    if not callable(found):
+        raise ValueError(f"{flag} {name}: found {found!r}, expected a function")
+
+    def parse(text: str, tools: Any) -> Parsed:
+        with running_user_code(f"{flag} {name}, reading {text[:200]!r}"):
+            parsed = found(text, tools)
+            if not isinstance(parsed, Parsed):
+                raise ValueError(f"returned {type(parsed).__name__}, expected a Parsed")
+            return parsed
+
+    return parse
+
+
+def _as_it_is(text: str, tools: Any) -> Parsed:
+    return Parsed(text)
+
+
+def session_settings(config: RunConfig, hf: HfModelFacts, tokenizer: Any) -> SessionSettings:
+    """Make what the sessions of a job share; raises ValueError for a template that no way works for."""
+    return SessionSettings(
+        template=SessionTemplate.of(ChatTemplate(tokenizer, config.data)),
+        parse=get_parser(config.agent.agent_tool_call_parser),
+        decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=False),
+        sampling=SamplingParams(config.rollout.rollout_max_response_len),
+        max_context_len=context_len(config, hf),
+        history=config.agent.agent_history,
+        max_calls=config.agent.agent_max_calls,
+    )
+
+
+def rehearse(config: RunConfig, hf: HfModelFacts, tokenizer: Any) -> tuple[str, ...]:
+    """Import the agent and its parser, and play three turns without a server; return lines that say what came of it.
+
+    Raises ValueError for an agent, a parser or a template that cannot be used.
+    """
+    settings = config.agent
+    get_agent(settings.agent)
+    shared = session_settings(config, hf, tokenizer)
+    template = shared.template
+    stops = stop_token_ids(config, hf, tokenizer)
+    if not stops:
+        raise ValueError("--agent needs a token that ends an answer: --rollout-stop-token-ids")
+    uses_tools = template.no_tools is None
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+    tools = (tool,) if uses_tools else ()
+
+    def parse(text: str, tools: Any) -> Parsed:
+        return Parsed(
+            text, None, ({"name": "look", "arguments": "{}"},) * (len(calls) < 2 and uses_tools)
+        )
+
+    async def generate(sample: RolloutSample, limit: int) -> RolloutSample:
+        own = [*tokenizer.encode("I look.", add_special_tokens=False), stops[0]]
+        zeros = np.zeros(len(own))
+        segment = Segment(
+            np.array(own, np.int32),
+            zeros.astype(np.float32),
+            zeros.astype(np.int32),
+            None,
+            0,
+            "stop",
+        )
+        return stitch.extend(sample, segment)
+
+    calls: list[dict[str, Any]] = []
+    prompt = Prompt("rehearsal", 0, "", np.zeros(1, np.int32), None)
+
+    def fail(error: BaseException) -> None:
+        raise error
+
+    session = Session(replace(shared, parse=parse), generate, prompt, 0, fail=fail)
+
+    async def play() -> None:
+        messages: list[dict[str, Any]] = [{"role": "user", "content": "Look."}]
+        for _ in range(3):
+            answer, commit = await session.answer(ChatRequest(list(messages), b"", tools))
+            commit(True)
+            calls.append(answer.message)
+            messages.append(answer.message)
+            made = answer.message.get("tool_calls", ())
+            follow = [
+                {"role": "tool", "content": "A lawn.", "tool_call_id": call["id"], "name": "look"}
+                for call in made
+            ]
+            messages += follow or [{"role": "user", "content": "And now?"}]
+
+    try:
+        asyncio.run(play())
+    except ChatRefused as refused:
+        raise ValueError(f"--agent {settings.agent}: three turns in rehearsal: {refused}") from None
+    samples = session.samples()
+    how = (
+        f"arguments as {'a table' if template.arguments == 'table' else 'text'}"
+        if uses_tools
+        else f"no tools: {template.no_tools}"
+    )
+    return (
+        f"agent {settings.agent}: three turns are {len(samples)} sample{'s' * (len(samples) != 1)} of"
+        f" {sum(s.num_tokens for s in samples)} tokens, history {settings.agent_history}, {how}",
+    )
+
+
+def make_agents(job: Job, run_dir: Path | None) -> Agents:
+    """Make what the sessions of a run share; run_dir: of sessions.jsonl, None writes none."""
+    settings = job.config.agent
+
+    def record(facts: Mapping[str, Any]) -> None:
+        append_lines(run_dir / SESSIONS_FILE, [facts])
+
+    return Agents(
+        settings=settings,
+        sessions=session_settings(job.config, job.hf, job.tokenizer),
+        door=make_door(settings),
+        run=_function(settings),
+        name=f"--agent {settings.agent}",
+        **({} if run_dir is None else {"record": record}),
+    )
+
+
+def make_door(settings: AgentSection) -> Door:
+    """Make the chat endpoint of all sessions; it belongs to the event loop that opens it."""
+    return Door(
+        host=settings.agent_host,
+        port=settings.agent_port,
+        max_parallel=settings.agent_max_parallel,
+    )
+
+
+def _function(settings: AgentSection) -> Callable[[Access, Prompt], Awaitable[Any]]:
+    """Return what runs the function of --agent in an event loop of its own, where it may block its like only."""
+    function, loop = get_agent(settings.agent), EnvironmentLoop("--agent-timeout-s")
+
+    async def run(access: Access, prompt: Prompt) -> Any:
+        task = AgentTask(
+            access.base_url, access.key, prompt.content, prompt.label, dict(prompt.metadata)
+        )
+        what = f"prompt {prompt.prompt_id}: the agent"
+        try:
+            return await loop.ask(lambda: function(task), what, settings.agent_timeout_s)
+        except ValueError as error:
+            raise AgentFailed(str(error)) from error
+
+    return run

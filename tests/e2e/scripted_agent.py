@@ -1,0 +1,62 @@
+"""An agent of three turns, by the unmodified openai client, and a parser that finds calls in any text."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from openai import AsyncOpenAI
+
+from r3train.chat.base import AgentTask, Parsed
+
+TURNS = 3
+TOOLS = [{"type": "function", "function": {"name": "make", "parameters": {}}}]
+
+
+def first_word_is_a_call(text: str, tools: Sequence[dict[str, Any]]) -> Parsed:
+    """An answer with tools is a call with its first word; without it is text."""
+    words = text.split()
+    if not tools or not words:
+        return Parsed(text)
+    return Parsed(text, None, ({"name": "make", "arguments": json.dumps({"a": words[0]})},))
+
+
+async def run(task: AgentTask) -> float:
+    """Reward: the share of answers' words that are the first one's, so that it varies."""
+    client = AsyncOpenAI(base_url=task.base_url, api_key=task.key, max_retries=0)
+    messages: list[dict[str, Any]] = [{"role": "user", "content": task.prompt}]
+    words: list[str] = []
+    for _ in range(TURNS):
+        answer = await client.chat.completions.create(
+            model="r3", messages=messages, tools=TOOLS, max_tokens=6, temperature=0.2
+        )
+        message = answer.choices[0].message
+        words += (message.content or "").split()
+        messages.append(message.model_dump(exclude_none=True))
+        await asyncio.sleep(0.2)  # updates come between the turns
+        for call in message.tool_calls or ():
+            said = json.loads(call.function.arguments)["a"]
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": said})
+        if not message.tool_calls:
+            messages.append({"role": "user", "content": "please name some fruits"})
+    return words.count(words[0]) / len(words) if words else 0.0
+
+
+async def branching(task: AgentTask) -> float:
+    """As ``run``; then two requests at once behind the first answer, and a history that was rewritten."""
+    reward = await run(task)
+    client = AsyncOpenAI(base_url=task.base_url, api_key=task.key, max_retries=0)
+
+    async def ask(*messages: dict[str, Any]) -> dict[str, Any]:
+        answer = await client.chat.completions.create(model="r3", messages=messages, max_tokens=4)
+        return answer.choices[0].message.model_dump(exclude_none=True)
+
+    first = {"role": "user", "content": task.prompt}
+    answer = await ask(first)
+    await asyncio.gather(
+        *(ask(first, answer, {"role": "user", "content": word}) for word in ("red", "fruits"))
+    )
+    await ask({"role": "user", "content": "name"})
+    return reward
