@@ -18,7 +18,6 @@ Imports nothing heavy: it starts in a fraction of a second and holds a few megab
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import json
 import os
@@ -36,6 +35,7 @@ from pathlib import Path
 import psutil
 
 from r3train.cuda_environment import set_kernel_cache
+from r3train.process_tree import adopt_orphans, signal_when_parent_ends
 
 _POLL_S = 0.5
 _SIGHTINGS = 3
@@ -51,18 +51,6 @@ _SHM_PREFIXES = ("/dev/shm/sglang_", "/dev/shm/sgl_shm")
 _DIRECTORY_PREFIX = "r3t-"
 # in a guard's directory: the list of its server's shared memory, JSON, locked while the guard lives
 _LIST = ".shared_memory"
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
-
-
-def _prctl(option: int, value: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
-
-
-def signal_when_parent_ends(number: int) -> None:
-    """Have this process sent a signal when the thread that started it ends, by SIGKILL too."""
-    _prctl(_PR_SET_PDEATHSIG, number)
 
 
 def _descendants() -> list[psutil.Process]:
@@ -251,7 +239,7 @@ def run(owner_pid: int, command: list[str]) -> int:
     stopping: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda received, _frame: stopping.append(received))
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    adopt_orphans()
     remove_leftovers()
     # SGLang leaves its sockets in the temporary directory: give it one that can be removed.
     with _own_directory() as (directory, note):

@@ -20,7 +20,7 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-from r3train.engine.server_guard import signal_when_parent_ends
+from r3train.process_tree import signal_when_parent_ends
 from r3train.host_group import host_group, note_stop
 
 logger = logging.getLogger(__name__)

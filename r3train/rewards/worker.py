@@ -14,32 +14,27 @@ for a function may run what a model wrote.  Whatever the function prints goes to
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import ctypes
 import inspect
 import json
 import os
 import pickle
-import resource
 import signal
 import socket
 import struct
 import sys
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from r3train.cpu.torchvision_stub import declare_ops_for_imports
+from r3train.process_tree import adopt_orphans, keep, signal_when_parent_ends
 from r3train.user_code import import_user_code, quoted
 from r3train.user_frames import place, user_frames
 
 LENGTH = struct.Struct("!Q")
 # of one answer; the numbers of a group take a small part of it
 _ANSWER_BYTES = 64 << 20
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,83 +187,20 @@ def _failed(number: int, error: BaseException) -> bytes:
     return _reply(number, text, "".join(user_frames(error).format()))
 
 
-def _prctl(option: int, value: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
-
-
-def _descendants() -> list[int]:
-    """Ids of the processes below this one that have not ended; those left by their parents are below it too.
-
-    A process whose main thread has ended reads as a zombie while its other threads still run, and
-    its children are still its own: the search goes on below it.
-    """
-    children: dict[int, list[tuple[int, bool]]] = {}
-    for pid in filter(str.isdigit, os.listdir("/proc") if sys.platform == "linux" else ()):
-        try:
-            with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-                state, parent = file.read().rpartition(")")[2].split()[:2]
-        except OSError:  # it has ended
-            continue
-        children.setdefault(int(parent), []).append((int(pid), state not in "ZX"))
-    found, new = [], [os.getpid()]
-    while new:
-        below = [child for pid in new for child in children.get(pid, [])]
-        found += [pid for pid, runs in below if runs]
-        new = [pid for pid, _ in below]
-    return found
-
-
-def _end_descendants() -> None:
-    """Kill them again and again: what is killed may have forked."""
-    while left := _descendants():
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-        with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-        time.sleep(0.005)
-
-
-def _keep(worker: int) -> None:
-    """Wait for the worker's end, or for SIGTERM; end all that is left, and then as the worker did."""
-
-    def told(*_: object) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(worker, signal.SIGKILL)
-        _end_descendants()
-        os._exit(0)
-
-    signal.signal(signal.SIGTERM, told)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-    ended, status = 0, 0
-    while ended != worker:  # others are orphans of the function's
-        ended, status = os.waitpid(-1, 0)
-    _end_descendants()
-    code = os.waitstatus_to_exitcode(status)
-    if code < 0:
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        if -code != signal.SIGKILL:
-            signal.signal(-code, signal.SIG_DFL)
-        os.kill(os.getpid(), -code)
-    os._exit(code)
-
-
 def main() -> None:
     """Serve until the parent closes the socket or is gone."""
     fd, parent = int(sys.argv[1]), int(sys.argv[2])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # until there is a handler
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    adopt_orphans()
+    signal_when_parent_ends(signal.SIGTERM)
     if os.getppid() != parent:  # it was gone before the kernel was asked to tell
         return
     run_state = os.getpid()
     if worker := os.fork():
         os.close(fd)
-        _keep(worker)
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        keep(worker)
+    signal_when_parent_ends(signal.SIGKILL)
     if os.getppid() != run_state:
         return
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})

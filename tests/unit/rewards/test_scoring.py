@@ -18,7 +18,7 @@ import pytest
 from tests.unit.reward_functions import PATH
 
 from r3train.config.data_settings import DataSection
-from r3train.rewards import worker
+from r3train import process_tree
 from r3train.rewards.weighted_sum import scored as with_parts
 from r3train.rewards.scoring import Scorer
 from r3train.types import Prompt, RolloutSample
@@ -202,7 +202,7 @@ ctypes.CDLL(None).pthread_exit(None)
         wait_for(lambda: pids.exists() and pids.read_text() and not is_running(process.pid))
         child = int(pids.read_text())
         assert process.poll() is None and is_running(child)
-        assert child in worker._descendants()
+        assert child in process_tree.descendants()
     finally:
         process.kill()
         process.wait()
