@@ -1,0 +1,103 @@
+"""A harness as a command: one process tree a session, its task in a file, its reward from one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from r3train.agents.http import Access
+from r3train.agents.reward import Reward, read_reward_file
+from r3train.chat.base import AgentFailed
+from r3train.child_environment import inherited
+
+_TAIL_BYTES = 16384
+_TAIL_LINES = 20
+
+
+async def run_command(
+    command: Sequence[str],
+    access: Access,
+    task: Mapping[str, Any],
+    directory: Path,
+    *,
+    timeout_s: float,
+    env_names: Collection[str] = (),
+) -> Reward | None:
+    """Run a harness to its end; returns the reward that it wrote, None if it wrote none.
+
+    It runs in ``directory / "work"`` with ``access`` as OpenAI's variables, ``task`` in R3TRAIN_TASK_FILE
+    (JSON: what the harness may know, so no label), and the run's environment without secrets; ``env_names``
+    names further variables.  Raises AgentFailed, with its last lines, for a command that ends with another
+    code than 0, takes longer than ``timeout_s`` or writes a reward that is none.  When this returns or
+    raises, nothing that it started runs any more.
+    """
+    reward_file, task_file = directory / "reward.json", directory / "task.json"
+    work = directory / "work"
+    work.mkdir()
+    task_file.write_text(json.dumps(task))
+    environment = inherited(os.environ, env_names) | {
+        "OPENAI_BASE_URL": access.base_url,
+        "OPENAI_API_BASE": access.base_url,
+        "OPENAI_API_KEY": access.key,
+        "R3TRAIN_TASK_FILE": str(task_file),
+        "R3TRAIN_REWARD_FILE": str(reward_file),
+        "OPENAI_AGENTS_DISABLE_TRACING": "1",  # traces would go to OpenAI, with the key
+    }
+    guard = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "r3train.agents.guard", str(os.getpid()), *command),
+        cwd=work,
+        env=environment,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        start_new_session=True,  # Ctrl-C is the run's to handle
+    )
+    tail = bytearray()
+    try:
+        async with asyncio.timeout(timeout_s):
+            await _read_to_end(guard.stdout, tail)
+            code = await guard.wait()
+    except TimeoutError:
+        raise _failed(f"took longer than {timeout_s:g} s", command, tail) from None
+    finally:
+        await _end(guard)
+    if code:
+        how = f"exit code {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
+        raise _failed(f"ended with {how}", command, tail)
+    try:
+        return read_reward_file(reward_file)
+    except ValueError as error:
+        raise _failed(str(error), command, tail) from None
+
+
+async def _read_to_end(stream: asyncio.StreamReader, tail: bytearray) -> None:
+    while part := await stream.read(65536):
+        tail += part
+        del tail[:-_TAIL_BYTES]
+
+
+async def _end(guard: asyncio.subprocess.Process) -> None:
+    """Have the guard end its tree, and wait for that, even if the wait is cancelled."""
+    if guard.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            guard.terminate()
+    ended = asyncio.ensure_future(guard.wait())
+    try:
+        await asyncio.shield(ended)
+    except asyncio.CancelledError:
+        await ended  # the guard takes seconds at most
+        raise
+
+
+def _failed(what: str, command: Sequence[str], tail: bytearray) -> AgentFailed:
+    lines = tail.decode(errors="replace").splitlines()[-_TAIL_LINES:]
+    said = "it wrote nothing" if not lines else "its last lines:\n" + "\n".join(lines)
+    return AgentFailed(f"--agent-command {shlex.join(command)[:200]}: {what}; {said}")
