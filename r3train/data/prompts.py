@@ -78,7 +78,7 @@ def load_prompts(
                 token_ids=np.asarray(tokens, dtype=np.int32),
                 label=find_value(record.content, data.label_key),
                 metadata=_metadata(record, data.metadata_key),
-                content=_lookup(record, data.input_key),
+                content=find_value(record.content, data.input_key),
             )
         )
     if overlong:
