@@ -62,7 +62,7 @@ def free_port(host: str) -> int:
 
 
 def start_stage(path: Path, begin: int) -> str:
-    """What a server does of its start, in words, by its log from byte ``begin`` on; "" while nothing tells."""
+    """Return the stage of a server's start, in words, by its log from byte ``begin`` on; "" for none."""
     text, stage = log_tail(path, 1000, begin), ""
     if found := [*_STAGE.finditer(text)]:
         stage = next(words for key, words in _STAGES.items() if key in found[-1][0])

@@ -1,4 +1,4 @@
-"""How a run was started: a line of ``starts.jsonl`` for each start, as a resumed run has several."""
+"""The starts of a run: a line of ``starts.jsonl`` each, as a resumed run has several."""
 
 from __future__ import annotations
 

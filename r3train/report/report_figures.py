@@ -149,7 +149,7 @@ def _about(keys: Sequence[str]) -> str:
 
 
 def _ends_without_update(run: RunCurves) -> bool:
-    """Whether the last step alone published no weights: it is shorter than all others."""
+    """True where the last step alone published no weights: it is shorter than all others."""
     published = [_PUBLISHED in record for record in run.records]
     return not published[-1] and all(published[:-1])
 

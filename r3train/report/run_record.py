@@ -1,4 +1,4 @@
-"""What a run was, next to its numbers: how it was started, and its settings."""
+"""The record of a run next to its numbers: how it was started, and its settings."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Setting:
 
     @property
     def differs(self) -> bool:
-        """Whether the runs have different values."""
+        """True where the runs have different values."""
         return len({*self.values} - {_UNKNOWN}) > 1 and self.name not in _NOT_A_DIFFERENCE
 
 
@@ -65,7 +65,7 @@ def _words(value: Any) -> str:
 
 
 def facts(runs: Sequence[RunReport]) -> dict[str, list[str]]:
-    """How each run was started, by name of the fact; of a run with several starts those of the last."""
+    """The facts of each run's start by name; of a run with several starts those of the last."""
     found = [_facts(run) for run in runs]
     names = dict.fromkeys(name for of_run in found for name in of_run)
     return {name: [of_run.get(name, _UNKNOWN) for of_run in found] for name in names}
