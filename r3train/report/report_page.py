@@ -88,14 +88,14 @@ _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 )
 def report(run_dirs: tuple[Path, ...], output: Path | None, watch: bool, png: Path | None) -> None:
     """Write RUN_DIRS side by side as one self-contained HTML page."""
-    while watch:
-        seen = _sizes(run_dirs)
-        _write(run_dirs, output, png, watch=True)
-        try:
+    try:
+        while watch:
+            seen = _sizes(run_dirs)
+            _write(run_dirs, output, png, watch=True)
             while _sizes(run_dirs) == seen:
                 time.sleep(_LOOK_S)
-        except KeyboardInterrupt:  # the page that stays need not be shown anew
-            watch = False
+    except KeyboardInterrupt:
+        pass  # the page that stays need not be shown anew
     _write(run_dirs, output, png)
 
 
