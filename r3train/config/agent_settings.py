@@ -2,39 +2,55 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from r3train.config.requirements import excludes, only_with, requires, Requirement
 from r3train.config.section import Section
 from r3train.config.sources import IMPORT_PATH
 
 
+_OF_AGENTS = (
+    requires("apply_chat_template: its requests are written by the chat template"),
+    requires(
+        "steps_per_rollout = 1: a session has any number of samples: leave global_batch_size unset"
+    ),
+    excludes("environment: both would make the turns"),
+    excludes("group_rm: a session has several samples"),
+    excludes("rollout_ignore_eos: no answer would end"),
+    excludes("learns_conversations: nothing is generated"),
+)
+
+
 class AgentSection(Section):
     """An agent makes each rollout: it gets the address of a chat endpoint, and calls the model as it likes."""
 
     title: ClassVar[str] = "Agents"
-    every_field: ClassVar[tuple[Requirement, ...]] = (only_with("agent"),)
+    every_field: ClassVar[tuple[Requirement, ...]] = (only_with("agent or agent_command"),)
 
     agent: Annotated[
-        str | None,
-        requires("apply_chat_template: its requests are written by the chat template"),
-        requires(
-            "steps_per_rollout = 1: a session has any number of samples: leave global_batch_size unset"
-        ),
-        excludes("environment: both would make the turns"),
-        excludes("group_rm: a session has several samples"),
-        excludes("rollout_ignore_eos: no answer would end"),
-        excludes("learns_conversations: nothing is generated"),
+        str | None, excludes("agent_command: one of them makes the rollouts"), *_OF_AGENTS
     ] = Field(default=None, pattern=IMPORT_PATH)
     """Agent, an async function as module:function: it gets an AgentTask (docs/agents.md) and returns its reward, or
     None for that of --rm-type; unset: no agent."""
+    agent_command: Annotated[str | None, *_OF_AGENTS] = Field(default=None, min_length=1)
+    """Agent that is a command, split as a shell does it and run without one.  It gets OPENAI_BASE_URL, OPENAI_API_KEY,
+    R3TRAIN_TASK_FILE and R3TRAIN_REWARD_FILE (docs/agents.md)."""
+    agent_env: Annotated[tuple[str, ...], only_with("agent_command")] = Field(
+        default=(), strict=False
+    )
+    """Names of environment variables that the command inherits besides the usual ones."""
     agent_history: Literal["append", "template"] = "append"
     """append: thoughts stay where the model wrote them.  template: a conversation goes on only where the chat
     template renders the whole of it so, else it begins anew: what a deployed agent would see."""
-    agent_tool_call_parser: str = Field(default="none", min_length=1)
-    """Reads calls of tools in an answer's text: none, or module:function."""
+    agent_tool_call_parser: str = Field(default="auto", min_length=1)
+    """Parser of the calls of tools in an answer: one of SGLang's by name, auto for the one that fits the chat template,
+    none, or module:function."""
+    agent_reasoning_parser: str = Field(default="auto", min_length=1)
+    """Parser of the thoughts in an answer: one of SGLang's by name, auto for the one that fits the chat template, or
+    none."""
     agent_max_calls: int = Field(default=64, ge=1, le=4096)
     """Most calls of the model in a session."""
     agent_max_sessions: int | None = Field(default=None, ge=1)
@@ -54,3 +70,17 @@ class AgentSection(Section):
     """Address on which the endpoint listens; agents on other hosts and in containers need one that reaches there."""
     agent_port: int = Field(default=0, ge=0, le=65535)
     """Port of the endpoint; 0 takes a free one."""
+
+    @field_validator("agent_command")
+    @classmethod
+    def _words(cls, value: str | None) -> str | None:
+        if value is not None and not shlex.split(value):  # raises ValueError for an open quote
+            raise ValueError("expected a command")
+        return value
+
+    @property
+    def named(self) -> str | None:
+        """The flag of the agent with its value; None without an agent."""
+        if self.agent is not None:
+            return f"--agent {self.agent}"
+        return None if self.agent_command is None else f"--agent-command {self.agent_command}"

@@ -182,7 +182,7 @@ class RunConfig(Section):
     @property
     def samples_per_episode(self) -> int:
         """Sample ids that one episode may need."""
-        if self.agent.agent is not None:
+        if self.agent.named is not None:
             return self.agent.agent_max_calls
         rollout = self.rollout
         return rollout.environment_max_turns if rollout.environment_samples == "turn" else 1
@@ -271,7 +271,7 @@ class RunConfig(Section):
     def reward_is_optional(self) -> bool:
         """True when a teacher teaches (--use-opd) and no reward is named: rows without one score 0."""
         data, environment = self.data, self.rollout.environment
-        named = data.rm_type or data.custom_rm_path or environment or self.agent.agent
+        named = data.rm_type or data.custom_rm_path or environment or self.agent.named
         return self.algorithm.use_opd and named is None
 
     @property
@@ -283,7 +283,7 @@ class RunConfig(Section):
         if not self.has_engines or self.rollout.environment is not None:
             return False
         named = self.data.rm_type or self.data.custom_rm_path
-        return self.agent.agent is None or named is not None
+        return self.agent.named is None or named is not None
 
     @property
     def servers_may_hold_other_weights(self) -> bool:

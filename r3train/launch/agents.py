@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import shlex
+import shutil
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 
+from r3train.agents.command import run_command
 from r3train.agents.http import Access, Door
-from r3train.chat.base import AgentFailed, AgentTask, ChatRefused, ChatRequest, Parse, Parsed
+from r3train.chat.base import AgentFailed, AgentTask, ChatRefused, ChatRequest, Parsed
 from r3train.config import RunConfig
 from r3train.config.agent_settings import AgentSection
 from r3train.config.cross_checks import context_len
@@ -20,13 +24,14 @@ from r3train.config.hf_facts import HfModelFacts
 from r3train.data.json_lines import append_lines
 from r3train.data.templates import ChatTemplate, SessionTemplate
 from r3train.engine.backend import SamplingParams, Segment
+from r3train.engine.parsers import make_parse
 from r3train.generation import stitch
 from r3train.generation.agent_episode import Agents
 from r3train.generation.environment_loop import EnvironmentLoop
 from r3train.generation.sessions import Session, SessionSettings
 from r3train.launch.job import Job, stop_token_ids
 from r3train.types import Prompt, RolloutSample
-from r3train.user_code import find_user_code, import_user_code, running_user_code
+from r3train.user_code import import_user_code
 
 SESSIONS_FILE = "sessions.jsonl"
 
@@ -39,32 +44,16 @@ def get_agent(name: str) -> Callable[[AgentTask], Awaitable[Any]]:
     return found
 
 
-def get_parser(name: str) -> Parse:
-    """Return the parser of --agent-tool-call-parser; raises ValueError for an unknown one."""
-    flag = "--agent-tool-call-parser"
-    found = find_user_code(flag, name, {"none": _as_it_is})
-    if not callable(found):
-        raise ValueError(f"{flag} {name}: found {found!r}, expected a function")
-
-    def parse(text: str, tools: Any) -> Parsed:
-        with running_user_code(f"{flag} {name}, reading {text[:200]!r}"):
-            parsed = found(text, tools)
-            if not isinstance(parsed, Parsed):
-                raise ValueError(f"returned {type(parsed).__name__}, expected a Parsed")
-            return parsed
-
-    return parse
-
-
-def _as_it_is(text: str, tools: Any) -> Parsed:
-    return Parsed(text)
-
-
 def session_settings(config: RunConfig, hf: HfModelFacts, tokenizer: Any) -> SessionSettings:
     """Make what the sessions of a job share; raises ValueError for a template that no way works for."""
     return SessionSettings(
         template=SessionTemplate.of(ChatTemplate(tokenizer, config.data)),
-        parse=get_parser(config.agent.agent_tool_call_parser),
+        parse=make_parse(
+            config.agent.agent_tool_call_parser,
+            config.agent.agent_reasoning_parser,
+            tokenizer,
+            config.data.apply_chat_template_kwargs,
+        ),
         decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=False),
         sampling=SamplingParams(config.rollout.rollout_max_response_len),
         max_context_len=context_len(config, hf),
@@ -79,12 +68,17 @@ def rehearse(config: RunConfig, hf: HfModelFacts, tokenizer: Any) -> tuple[str, 
     Raises ValueError for an agent, a parser or a template that cannot be used.
     """
     settings = config.agent
-    get_agent(settings.agent)
+    if settings.agent is not None:
+        get_agent(settings.agent)
+    elif shutil.which(shlex.split(settings.agent_command)[0]) is None:
+        raise ValueError(f"{settings.named}: no such command")
     shared = session_settings(config, hf, tokenizer)
     template = shared.template
     stops = stop_token_ids(config, hf, tokenizer)
     if not stops:
-        raise ValueError("--agent needs a token that ends an answer: --rollout-stop-token-ids")
+        raise ValueError(
+            f"{settings.named} needs a token that ends an answer: --rollout-stop-token-ids"
+        )
     uses_tools = template.no_tools is None
     tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
     tools = (tool,) if uses_tools else ()
@@ -132,7 +126,7 @@ def rehearse(config: RunConfig, hf: HfModelFacts, tokenizer: Any) -> tuple[str, 
     try:
         asyncio.run(play())
     except ChatRefused as refused:
-        raise ValueError(f"--agent {settings.agent}: three turns in rehearsal: {refused}") from None
+        raise ValueError(f"{settings.named}: three turns in rehearsal: {refused}") from None
     samples = session.samples()
     how = (
         f"arguments as {'a table' if template.arguments == 'table' else 'text'}"
@@ -140,13 +134,13 @@ def rehearse(config: RunConfig, hf: HfModelFacts, tokenizer: Any) -> tuple[str, 
         else f"no tools: {template.no_tools}"
     )
     return (
-        f"agent {settings.agent}: three turns are {len(samples)} sample{'s' * (len(samples) != 1)} of"
+        f"{settings.named}: three turns are {len(samples)} sample{'s' * (len(samples) != 1)} of"
         f" {sum(s.num_tokens for s in samples)} tokens, history {settings.agent_history}, {how}",
     )
 
 
-def make_agents(job: Job, run_dir: Path | None) -> Agents:
-    """Make what the sessions of a run share; run_dir: of sessions.jsonl, None writes none."""
+def make_agents(job: Job, run_dir: Path) -> Agents:
+    """Make what the sessions of a run share; run_dir: of sessions.jsonl and the directories of commands."""
     settings = job.config.agent
 
     def record(facts: Mapping[str, Any]) -> None:
@@ -156,9 +150,9 @@ def make_agents(job: Job, run_dir: Path | None) -> Agents:
         settings=settings,
         sessions=session_settings(job.config, job.hf, job.tokenizer),
         door=make_door(settings),
-        run=_function(settings),
-        name=f"--agent {settings.agent}",
-        **({} if run_dir is None else {"record": record}),
+        run=_runner(settings, run_dir),
+        name=settings.named,
+        record=record,
     )
 
 
@@ -169,6 +163,27 @@ def make_door(settings: AgentSection) -> Door:
         port=settings.agent_port,
         max_parallel=settings.agent_max_parallel,
     )
+
+
+def _runner(settings: AgentSection, run_dir: Path) -> Callable[[Access, Prompt], Awaitable[Any]]:
+    """Return what lets the agent work on a prompt; run_dir: of the directories of commands."""
+    if settings.agent_command is None:
+        return _function(settings)
+    command, room = shlex.split(settings.agent_command), run_dir / "agents"
+
+    async def run(access: Access, prompt: Prompt) -> Any:
+        room.mkdir(exist_ok=True)
+        with TemporaryDirectory(dir=room, ignore_cleanup_errors=True) as directory:
+            return await run_command(
+                command,
+                access,
+                {"prompt": prompt.content, "metadata": prompt.metadata},
+                Path(directory),
+                timeout_s=settings.agent_timeout_s,
+                env_names=settings.agent_env,
+            )
+
+    return run
 
 
 def _function(settings: AgentSection) -> Callable[[Access, Prompt], Awaitable[Any]]:

@@ -91,7 +91,7 @@ class Engines(RolloutFleet):
         self._addrs = list(config.rollout.rollout_external_engine_addrs)
         self._versions: ServerVersions | None = None
         self._adapters = Adapters() if config.serves_adapters else None
-        self._agents = make_agents(job, run_dir) if config.agent.agent is not None else None
+        self._agents = make_agents(job, run_dir) if config.agent.named is not None else None
         self._supervisor: EngineSupervisor | None = None
         self._bad_answers = 0
         self._pool_facts: str | None = None

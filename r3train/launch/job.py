@@ -92,7 +92,7 @@ class Job:
     @property
     def longest_prompt(self) -> int:
         """Tokens of the longest prompt of the rollouts, or conversation; with an agent all that leave room."""
-        if self.config.agent.agent is not None:
+        if self.config.agent.named is not None:
             response = self.config.rollout.rollout_max_response_len
             return context_len(self.config, self.hf) - response
         return max(self.lengths)
@@ -161,7 +161,7 @@ def eval_settings(job: Job, weights: Path | None = None) -> dict[str, str]:
         "context": rollout.rollout_max_context_len,
         "reward": (data.rm_type, data.custom_rm_path, data.reward_key),
         "environment": rollout.environment,
-        **({"agent": job.config.agent.model_dump(mode="json")} if job.config.agent.agent else {}),
+        **({"agent": job.config.agent.model_dump(mode="json")} if job.config.agent.named else {}),
         "turns": (rollout.environment_max_turns, rollout.environment_max_turn_len),
     }
     if weight_of_key := job.config.algorithm.weight_of_key:

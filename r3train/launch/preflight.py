@@ -303,7 +303,7 @@ class _Checks:
         config, prompts = self.config, self.prompts
         if self.conversations:
             self.attempt(SETTINGS, check_longest_conversation, config, self.conversations)
-        elif prompts and config.agent.agent is not None:
+        elif prompts and config.agent.named is not None:
             self.attempt(SETTINGS, check_longest_chain, config, self.hf)
         elif prompts:
             if not config.reward_is_optional and all(prompt.label is None for prompt in prompts):
@@ -317,7 +317,7 @@ class _Checks:
         if unknown is not None:
             remedy = "look at the first prompt as it is shown, and at the checkpoint's tokenizer"
             self.warn("prompts", unknown, remedy)
-        if config.agent.agent is not None and self.for_node:
+        if config.agent.named is not None and self.for_node:
             self.agent_facts = (
                 self.attempt(SETTINGS, rehearse, config, self.hf, self.tokenizer) or ()
             )
@@ -418,11 +418,11 @@ def preflight_evaluation(config: RunConfig) -> Job:
     name = config.rollout.environment
     tools = get_tools(get_environment(name)) if name is not None else []
     check_tools(config, tokenizer, tools)
-    if config.agent.agent is not None:
+    if config.agent.named is not None:
         rehearse(config, hf, tokenizer)
     data = tuple(read_eval_data(config, each, hf, tokenizer, tools) for each in config.eval_sets)
     for each in data:
-        if config.agent.agent is None or config.scores_answers:
+        if config.agent.named is None or config.scores_answers:
             check_rewards(each)
     prompts = [prompt for each in data for prompt in each.prompts]
     warnings = tuple(_reward_warnings(each.reward for each in data))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 
 import pytest
 from tests.e2e import jobs
+from tests.e2e.command_agent import FAILS
 from tests.e2e.scripted_agent import TURNS
 from tests.e2e.tool_calculator import use_template
 
@@ -27,13 +29,12 @@ def task(tmp_path_factory):
     return directory
 
 
-def flags_of(task, agent: str) -> list[str]:
+def flags_of(task, *agent: str) -> list[str]:
     return [
         *("--hf-checkpoint", str(task / "model"), "--prompt-data", str(task / "prompts.jsonl")),
         *("--rollout-batch-size", "4", "--n-samples-per-prompt", "4", "--no-plot", *jobs.FEW_ROWS),
         *("--no-tensorboard", "--num-rollout", str(STEPS), *jobs.R3_FLAGS),
-        *("--agent", f"tests.e2e.scripted_agent:{agent}", "--apply-chat-template"),
-        *("--agent-tool-call-parser", "tests.e2e.scripted_agent:first_word_is_a_call"),
+        *(*agent, "--apply-chat-template"),
         *("--rollout-max-response-len", "80", "--rollout-max-context-len", "120"),
         *("--max-weight-staleness", "2", "--pause-generation-mode", "in_place"),
         *("--r3-audit-share", "0.25"),
@@ -42,7 +43,9 @@ def flags_of(task, agent: str) -> list[str]:
 
 @pytest.mark.parametrize("agent", ["run", "branching"])
 def test_a_job_trains_on_sessions_with_updates_between_their_turns(agent, task, tmp_path):
-    job = jobs.run(tmp_path / "run", *flags_of(task, agent))
+    named = ["--agent", f"tests.e2e.scripted_agent:{agent}"]
+    named += ["--agent-tool-call-parser", "tests.e2e.scripted_agent:first_word_is_a_call"]
+    job = jobs.run(tmp_path / "run", *flags_of(task, *named))
     assert job.code == 0, job.output
     metrics = job.metrics()
     assert len(metrics) == STEPS and all(m["r3/passed"] is True for m in metrics)
@@ -76,3 +79,35 @@ def test_a_job_trains_on_sessions_with_updates_between_their_turns(agent, task, 
         file.write_text(before)
         assert audit.claims[CUSTODY] == "failed"
         assert any(re.search(said, finding.what) for finding in audit.findings), audit.findings
+
+
+def test_a_command_makes_rollouts_and_evaluations_and_groups_at_which_it_fails_are_replaced(
+    task, tmp_path
+):
+    few = tmp_path / "few.jsonl"
+    rows = (task / "prompts.jsonl").read_text().splitlines(keepends=True)
+    few.write_text(
+        "".join(row for row in rows if FAILS not in row)[:2000].rpartition("\n")[0] + "\n"
+    )
+    job = jobs.run(
+        tmp_path / "run",
+        *flags_of(task, "--agent-command", f"{sys.executable} -m tests.e2e.command_agent"),
+        *("--agent-tool-call-parser", "none", "--agent-on-failure", "drop"),
+        *("--agent-env", "PYTHONPATH", "--agent-max-sessions", "4", "--num-rollout", "2"),
+        *("--eval-prompt-data", "few", str(few), "--skip-eval-before-train"),
+    )
+    assert job.code == 0, job.output
+    metrics = job.metrics()
+    assert [m["r3/passed"] for m in metrics if "r3/passed" in m] == [True] * 2
+    outcomes = [json.loads(x) for x in (job.run_dir / "outcomes.jsonl").read_text().splitlines()]
+    dropped = {o["prompt_id"] for o in outcomes if o["outcome"] == "dropped_agent"}
+    lines = (task / "prompts.jsonl").read_text().splitlines()
+    failing = {f"prompts.jsonl:{n}" for n, line in enumerate(lines, 1) if FAILS in line}
+    trained = {o["prompt_id"] for o in outcomes if o["outcome"] == "trained"}
+    assert dropped and dropped <= failing and not trained & failing and len(trained) == 8
+    assert audit_run(job.run_dir).claims[CUSTODY] == "passed"
+    found = (job.run_dir / "eval" / "metrics.jsonl").read_text().splitlines()
+    evaluated = json.loads(found[-1])
+    assert evaluated["eval/few/num_samples"] == len(few.read_text().splitlines())
+    assert evaluated["eval/few/mean"] > 0
+    assert not list((job.run_dir / "agents").iterdir()), "a session's directory goes with it"

@@ -18,6 +18,7 @@ from tests.unit.config.test_config import config
 R3 = "use_rollout_routing_replay=true"
 TAUGHT = 'use_opd=true, opd_type="sglang", opd_teacher_url="h:1"'
 AGENT = 'agent="m:f", apply_chat_template=true'
+COMMAND = 'agent_command="x", apply_chat_template=true'
 ADAPTER = 'lora_rank=4, lora_serving="adapter"'
 EXTERNAL = 'rollout_external_engine_addrs=["h:1"]'
 SFT = 'loss_type="sft", n_samples_per_prompt=1'
@@ -145,7 +146,16 @@ REFUSED = f"""
     rollout_external_engine_addrs=["h:1", "h:1"] | --rollout-external-engine-addrs: h:1 is named twice
     environment_samples="turn" | --environment-samples turn needs --environment
     environment="calculator", environment_samples="turn", global_batch_size=8 | turn needs one optimizer step per rollout
-    agent_max_calls=2 | --agent-max-calls 2 has no effect without --agent
+    agent_max_calls=2 | --agent-max-calls 2 has no effect without --agent or --agent-command
+    {AGENT}, agent_command="run it" | --agent m:f cannot go with --agent-command run it: one of them makes the rollouts
+    {AGENT}, agent_env=["A"] | --agent-env A has no effect without --agent-command
+    agent_command="run '", apply_chat_template=true | --agent-command: no closing quotation, got "run '"
+    {COMMAND}, global_batch_size=8 | --agent-command x needs one optimizer step per rollout (--global-batch-size)
+    agent_command="x" | --agent-command x needs --apply-chat-template: its requests are written by the chat template
+    {COMMAND}, environment="calculator" | --agent-command x cannot go with --environment calculator
+    {COMMAND}, group_rm=true, custom_rm_path="m:f" | --agent-command x cannot go with --group-rm
+    {COMMAND}, rollout_ignore_eos=true | --agent-command x cannot go with --rollout-ignore-eos
+    {COMMAND}, {SFT} | --agent-command x cannot go with --loss-type sft without --replay-rollouts
     agent="m:f" | --agent m:f needs --apply-chat-template: its requests are written by the chat template
     {AGENT}, global_batch_size=8 | --agent m:f needs one optimizer step per rollout (--global-batch-size)
     {AGENT}, environment="calculator" | --agent m:f cannot go with --environment calculator: both would make the turns
