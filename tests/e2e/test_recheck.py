@@ -193,7 +193,7 @@ def draw(server, *, seeds=range(4), tokens: int = 60) -> list[RolloutSample]:
         async def one(seed: int) -> RolloutSample:
             sample = stitch.begin(prompt_of(seed), sample_id=seed, group_id=seed)
             request = stitch.next_request(sample, sampling, weight_version=0)
-            return stitch.extend(sample, await client.generate(request))
+            return stitch.finished(stitch.extend(sample, await client.generate(request)))
 
         try:
             return list(await asyncio.gather(*map(one, seeds)))
