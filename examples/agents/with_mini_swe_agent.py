@@ -1,0 +1,41 @@
+"""mini-swe-agent as a harness: the model's tool is a shell, and it submits what the shell writes.
+
+Run by ``r3train train`` as --agent-command; base_url and key are in OpenAI's variables.  The shell is the
+machine's own here: run a model that knows a shell in a container (docs/security.md).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+
+os.environ |= {
+    "MSWEA_COST_TRACKING": "ignore_errors",
+    "MSWEA_GLOBAL_CONFIG_DIR": tempfile.mkdtemp(dir="."),
+    "MSWEA_SILENT_STARTUP": "1",
+    "MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT": "2",
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # nothing is fetched
+}
+
+from minisweagent.agents.default import DefaultAgent  # noqa: E402
+from minisweagent.environments.local import LocalEnvironment  # noqa: E402
+from minisweagent.models.litellm_model import LitellmModel  # noqa: E402
+
+task = json.loads(Path(os.environ["R3TRAIN_TASK_FILE"]).read_text())
+asked = int(task["prompt"].split()[-1])
+agent = DefaultAgent(
+    LitellmModel(
+        model_name="openai/r3train",
+        observation_template="total {{ output.output }}",
+        format_error_template="please",
+    ),
+    LocalEnvironment(),
+    system_template="please",
+    instance_template="{{ task }}",
+    step_limit=3,
+)
+submitted = agent.run(task["prompt"]).get("submission", "").strip()
+reward = max(0.0, 1 - abs(asked - int(submitted)) / asked) if submitted.isdigit() else 0.0
+Path(os.environ["R3TRAIN_REWARD_FILE"]).write_text(json.dumps(reward))
