@@ -30,6 +30,7 @@ agent = DefaultAgent(
         model_name="openai/r3train",
         observation_template="total {{ output.output }}",
         format_error_template="please",
+        model_kwargs={"max_tokens": 6},
     ),
     LocalEnvironment(),
     system_template="please",
@@ -37,5 +38,5 @@ agent = DefaultAgent(
     step_limit=3,
 )
 submitted = agent.run(task["prompt"]).get("submission", "").strip()
-reward = max(0.0, 1 - abs(asked - int(submitted)) / asked) if submitted.isdigit() else 0.0
+reward = max(0.0, 1 - abs(asked - int(submitted)) / 5) if submitted.isdigit() else 0.0
 Path(os.environ["R3TRAIN_REWARD_FILE"]).write_text(json.dumps(reward))

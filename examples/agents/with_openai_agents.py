@@ -9,7 +9,7 @@ import json
 import os
 from pathlib import Path
 
-from agents import Agent, OpenAIChatCompletionsModel, Runner, function_tool
+from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, Runner, function_tool
 from openai import AsyncOpenAI
 
 task = json.loads(Path(os.environ["R3TRAIN_TASK_FILE"]).read_text())
@@ -25,10 +25,16 @@ def make(number: int) -> str:
 
 
 model = OpenAIChatCompletionsModel("r3train", AsyncOpenAI())
-agent = Agent("maker", instructions="please", model=model, tools=[make])
+agent = Agent(
+    "maker",
+    instructions="please",
+    model=model,
+    tools=[make],
+    model_settings=ModelSettings(max_tokens=6),
+)
 try:
     Runner.run_sync(agent, task["prompt"], max_turns=3)
 except Exception as error:  # the model made no end of it: what it did counts
     print(f"{type(error).__name__}: {error}")
-reward = max(0.0, 1 - abs(asked - made[0]) / asked) if made else 0.0
+reward = max(0.0, 1 - abs(asked - made[0]) / 5) if made else 0.0
 Path(os.environ["R3TRAIN_REWARD_FILE"]).write_text(json.dumps(reward))
