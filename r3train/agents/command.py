@@ -39,6 +39,7 @@ async def run_command(
     code than 0, takes longer than ``timeout_s`` or writes a reward that is none.  When this returns or
     raises, nothing that it started runs any more.
     """
+    directory = directory.absolute()  # the command's own is another
     reward_file, task_file = directory / "reward.json", directory / "task.json"
     work = directory / "work"
     work.mkdir()

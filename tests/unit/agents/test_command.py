@@ -1,8 +1,10 @@
 """Commands as harnesses, run as real processes under their real guard."""
 
 import asyncio
+import json
 import signal
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
@@ -36,6 +38,14 @@ async def test_a_harness_gets_its_task_and_its_reward_is_read(tmp_path):
     """
     assert await _run(tmp_path, program) == {"correct": 1.0}
     assert (tmp_path / "work" / "left_here").exists()
+
+
+async def test_a_harness_finds_its_files_where_the_runs_directory_is_relative(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    program = "import os; open(os.environ['R3TRAIN_REWARD_FILE'], 'w').write(str(len(open(os.environ['R3TRAIN_TASK_FILE']).read())))"
+    assert await _run(Path("."), program) == len(json.dumps(_TASK))
 
 
 async def test_a_harness_without_a_reward_file_has_no_reward(tmp_path):
