@@ -33,7 +33,7 @@ the file. The heading of a section names its TOML table. A switch is turned off 
 its name. `none` unsets a field that may be unset. A list takes several values, commas or both.
 `--dry-run` checks everything, prints the resolved configuration and stops; every run saves its own.
 
-Three tables take names that are not ours:
+Three tables take names of Megatron and SGLang:
 
 - `transformer_overrides`: fields of Megatron's `TransformerConfig` without a flag here. A table
   in the file; `--transformer-override NAME=VALUE`, repeatable, on the command line. A field that the
@@ -45,7 +45,7 @@ Three tables take names that are not ours:
   their format, their version and seeds belong to the run: such flags are refused, under any alias.
 
 `r3_mismatch_threshold` may also come from the environment, as `R3_MISMATCH_THRESHOLD` or its alias
-`MILES_TEST_R3_THRESHOLD`: below flags and file, above the default. Keys alone are read from other
+`MILES_TEST_R3_THRESHOLD`: below flags and file, above the default. Only keys are read from other
 variables: `R3TRAIN_ENGINE_API_KEY` (several_machines.md), `R3TRAIN_JUDGE_API_KEY` (data.md) and
 `R3TRAIN_TEACHER_API_KEY` (algorithms.md).
 Unknown flags, tables and keys are errors that name the nearest known one. An editor that reads

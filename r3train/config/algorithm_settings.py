@@ -135,8 +135,8 @@ class AlgorithmSection(Section):
     loss_aggregation: Literal[
         "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant"
     ] = "token-mean"
-    """Mean that makes the step's loss of its rows: over all tokens; over episodes of their token
-    means; over episodes of their token sums; or of these sums divided by rollout_max_response_len."""
+    """Mean over the step: of all tokens' losses; of episodes' token means; of episodes' token sums; or of
+    these sums divided by rollout_max_response_len."""
     eps_clip: Annotated[
         float,
         _NOT_DPPO,

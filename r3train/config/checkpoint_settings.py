@@ -79,8 +79,8 @@ class CheckpointSection(Section):
         requires("has_engines: it is held against what servers generate"),
         excludes("route_stores: the recorded routes are on rank 0"),
     ] = Field(default=None, strict=False)
-    """Train from the dumped rollouts in this directory while servers generate the same rollouts, which
-    must be like them: a test of the weights that reach the servers."""
+    """Train from the dumped rollouts in this directory while servers generate the same rollouts, which must
+    match them: a test of the weights that reach the servers."""
     ci_inject_rollout_data_start_rollout_id: Annotated[
         int, only_with("ci_inject_rollout_data_path"), below("num_rollout")
     ] = Field(default=0, ge=0)

@@ -59,8 +59,7 @@ class DataSection(Section):
 
     prompt_data: tuple[str, ...] = Field(min_length=1, strict=False)
     """Files of prompts: one per line (.jsonl) or one per row (.parquet).  PATH@[0:1000] takes a part of a
-    file; PATH*0.3 gives it a weight, by which it has its share of the prompts sampled; then every file
-    needs one."""
+    file; PATH*0.3 gives it a weight, its share of the prompts sampled; then every file needs one."""
     input_key: str = Field(default="input", min_length=1)
     """Key of the prompt: text, or chat messages with apply_chat_template.  a.b is key b of table a."""
     label_key: str = Field(default="label", min_length=1)
@@ -82,7 +81,7 @@ class DataSection(Section):
     """Treatment of prompts that leave no room for the longest response: drop and count them, or refuse
     the data.  With --loss-type sft: of conversations that are too long."""
     rollout_shuffle: bool = True
-    """Draw prompts in a new order every epoch, from rollout_seed."""
+    """Take prompts in a new order every epoch, which follows from rollout_seed."""
     rm_type: str | None = Field(default=None, min_length=1)
     """Reward by registered name: accepted_words, exact_match, math, gsm8k, dapo, gpqa, f1, remote_rm,
     llm_judge, code; boxed_ before a name scores the last box only.  metadata.rm_type of a row wins."""
@@ -111,7 +110,7 @@ class DataSection(Section):
     judge_pattern: str = r"(?i)score\s*:\s*([-+]?\d+(?:\.\d+)?)"
     """Regular expression with one group: its last match in the judge's answer is the reward."""
     judge_max_tokens: int = Field(default=1024, ge=1)
-    """Most tokens of the judge's answer."""
+    """Longest answer of the judge in tokens."""
 
     @property
     def prompt_files(self) -> tuple[PromptFile, ...]:

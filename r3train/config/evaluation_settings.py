@@ -47,7 +47,7 @@ class EvalSection(Section):
     )
 
     eval_prompt_data: Annotated[tuple[str, ...], _ANSWERED] = Field(default=(), strict=False)
-    """Evaluation sets: for each a name, and then its file of prompts."""
+    """Evaluation sets: for each a name, followed by its file of prompts."""
     datasets: Annotated[tuple[EvalDataset, ...], _ANSWERED] = Field(default=(), strict=False)
     """Evaluation sets with settings of their own: [[eval.datasets]] tables with name, path and any of input_key,
     label_key, metadata_key, apply_chat_template, rm_type, n_samples_per_eval_prompt, temperature,

@@ -33,8 +33,8 @@ class FaultsSection(Section):
     engine_restart_backoff_s: float = Field(default=1.0, ge=0)
     """Seconds before the first restart; each further one waits twice as long, 60 at most."""
     engine_health_timeout_s: float = Field(default=60.0, gt=0)
-    """A server counts as hung after this many seconds without a sign of life, and those that it may need to encode
-    the routes of all its requests at once, at 100 MB/s."""
+    """A server counts as hung after this many seconds without a sign of life, plus those that it may need
+    to encode the routes of all its requests at once, at 100 MB/s."""
     plant_fault: Annotated[
         Literal["nan_once", "nan_always", "inf_once", "disk_full"] | None,
         excludes("kl_coef > 0: it makes the advantages again", when="nan_once|nan_always|inf_once"),

@@ -53,8 +53,8 @@ class LoraSection(Section):
         requires("has_engines", when="adapter"),
         excludes("rollout_external_engine_addrs: they may hold another base"),
     ] = "merged"
-    """Form in which servers get the adapters.  merged: merged into the weights.  adapter: as adapters,
-    one a weight version; nothing is paused for an update, and every answer ends on its version."""
+    """Form in which servers get the adapters.  merged: merged into the weights.  adapter: as adapters, one
+    per weight version; an update pauses nothing, and every answer keeps one version."""
     lora_save_hf: Annotated[Literal["both", "merged", "adapter"], requires("save_hf")] = "both"
     """Form that save_hf writes: a merged checkpoint with the PEFT adapter in its directory adapter,
     or one of the two only."""

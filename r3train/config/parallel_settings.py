@@ -52,7 +52,7 @@ class ParallelSection(Section):
     distributed_backend: Literal["auto", "gloo", "nccl"] = "auto"
     """Process group backend; auto takes nccl on CUDA and gloo elsewhere."""
     distributed_timeout_minutes: int = Field(default=10, ge=1)
-    """Minutes of silence after which a rank counts as lost; a long rollout or evaluation is no silence."""
+    """Minutes of silence after which a rank counts as lost; a long rollout or evaluation does not count."""
 
     @property
     def dense_ranks(self) -> int:

@@ -86,16 +86,15 @@ class ReplaySection(Section):
     log_route_drift: Annotated[
         bool, requires("use_rollout_routing_replay: there is nothing to drift away from")
     ] = False
-    """Log how far the router has drifted from the replayed experts, for each MoE layer and their mean:
-    rows whose live choice is another, gate mass on the replayed experts, entropy of the load, dead
-    experts."""
+    """Log how far the router has drifted from the replayed experts, for each MoE layer and their mean: rows
+    whose live choice differs, gate mass on the replayed experts, entropy of the load, dead experts."""
     route_stores: Annotated[
         bool,
         requires("use_rollout_routing_replay: there are no routes to keep"),
         excludes("replay_rollouts: route stores stand between a server and the ranks"),
     ] = False
-    """Keep routes on the first rank of each data-parallel replica instead of rank 0.  Each keeps a
-    share, and fetches from the others what else its ranks train."""
+    """Keep routes on the first rank of each data-parallel replica instead of rank 0. Each keeps a share,
+    and fetches from the others the further routes that its ranks train."""
     route_store_host: Annotated[str | None, requires("route_stores")] = Field(
         default=None, min_length=1
     )

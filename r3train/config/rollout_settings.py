@@ -66,8 +66,8 @@ class RolloutSection(Section):
         ),
         excludes("loss_type = sft: it samples no token"),
     ] = -1
-    """Sample among the k likeliest tokens; 1 is greedy, -1 is off.  Above 1 the servers say which tokens
-    they kept, by top_k and top_p, and all log-probs are those among them."""
+    """Sample among the k likeliest tokens; 1 is greedy, -1 is off.  Above 1 the servers also return the
+    tokens that top_k and top_p kept, and all log-probs are over these."""
     rollout_stop_token_ids: tuple[int, ...] = Field(default=(), strict=False)
     """Tokens that end a response, next to the model's end tokens."""
     rollout_stop: tuple[str, ...] = Field(default=(), strict=False)
@@ -78,8 +78,8 @@ class RolloutSection(Section):
     rollout_seed: int = Field(default=42, ge=0)
     """Seed of the prompt order and of sampling."""
     max_weight_staleness: int = Field(default=1, ge=0)
-    """Rollouts by which the weights that generate may lag behind training; 0 is synchronous.  A rollout
-    makes one weight version, however many optimizer steps it holds."""
+    """Rollouts that the generating weights may be behind training; 0 is synchronous.  A rollout makes
+    one weight version, however many optimizer steps it has."""
     rollout_segment_len: int | None = Field(default=None, ge=1)
     """Most tokens of one request.  A longer answer is requested in segments, so a crashed server
     loses one segment at most.  Unset: with --max-engine-restarts 256, and 2048 where the run's servers have
@@ -139,9 +139,9 @@ class RolloutSection(Section):
     freeze them and continue with the new weights.  abort: abort them and resume from their tokens.
     retract: compute their cache again (not with R3)."""
     retraction_policy: Literal["regenerate", "accept"] = "regenerate"
-    """With R3: treatment of an answer that a server retracted for lack of KV cache.  Its rows
-    were rechecked, in forwards that made none of its log-probs.  regenerate: throw the answer away and ask again.
-    accept: train it as it is."""
+    """With R3: treatment of an answer that a server retracted for lack of KV cache.  Its routes were
+    computed again, in other forward passes than its log-probs.  regenerate: throw the answer away and ask
+    again.  accept: train it as it is."""
     flush_cache_on_update: Annotated[
         bool, excludes("lora_serving = adapter: servers keep the prefixes of each version apart")
     ] = True
@@ -149,7 +149,7 @@ class RolloutSection(Section):
     rollout_external_engine_addrs: Annotated[tuple[str, ...], AfterValidator(each_once)] = Field(
         default=(), strict=False
     )
-    """Servers that somebody else runs, as host:port; empty means that the run starts its own."""
+    """External servers, as host:port; empty means that the run starts its own."""
     opd_teacher_url: Annotated[str | None, only_with("opd_type = sglang")] = Field(
         default=None, min_length=1
     )
@@ -192,8 +192,9 @@ class RolloutSection(Section):
         requires("has_engines: there are no turns to take"),
         excludes("debug_rollout_only: there are no turns to take"),
     ] = False
-    """Trainer and servers take turns on the same GPUs, with max_weight_staleness 0: servers release weights and
-    KV cache while the ranks train, and the ranks' memory waits on the host while servers generate."""
+    """Trainer and servers use the same GPUs one after the other, with max_weight_staleness 0: servers
+    release weights and KV cache while the ranks train, and the ranks' memory is on the host while servers
+    generate."""
     rollout_server_env: Annotated[
         tuple[str, ...],
         _OF_LOCAL_SERVERS,

@@ -36,8 +36,8 @@ class RunSection(Section):
     title: ClassVar[str] = "Run"
 
     run_dir: Path | None = Field(default=None, strict=False)
-    """Directory of everything the run writes.  Unset means that of the run whose checkpoint in save it goes on
-    from, and runs/<UTC time>-<run_name> for a new one."""
+    """Directory of everything the run writes.  Unset: that of the run whose checkpoint in save it resumes,
+    and runs/<UTC time>-<run_name> for a new one."""
     run_name: str = Field(default="r3train", pattern=FILE_NAME, max_length=100)
     """Name in the run directory and in titles, of at most 100 characters."""
     dry_run: bool = False

@@ -71,7 +71,7 @@ class TrainerSection(Section):
         bool,
         _NOT_LORA,
     ] = False
-    """Do not train the routers: neither their weights nor their expert biases move."""
+    """Do not train the routers: neither their weights nor their expert biases change."""
     freeze_params: Annotated[
         tuple[str, ...],
         _NOT_LORA,
@@ -93,14 +93,14 @@ class TrainerSection(Section):
     update_weight_master_address: Annotated[str | None, _NOT_ADAPTER] = Field(
         default=None, min_length=1
     )
-    """Address or network interface of rank 0's node, where servers join the process group.  Unset:
-    loopback if all servers are on this node, else the address that routes to them.  Pipeline stages that
-    begin on other nodes take the interface of that name there, else the address that routes."""
+    """Address or network interface of rank 0's node, where servers join the process group.  Unset: loopback
+    if all servers are on this node, else the address from which they are reached.  Pipeline stages on other
+    nodes use the interface of that name there, else such an address."""
     check_weight_update_equal: Annotated[bool, requires("has_engines")] = False
     """After every weight update, compare every tensor of every server with the actor's, bit for bit."""
     peak_tflops: float | None = Field(default=None, gt=0)
-    """TFLOP/s that one GPU can do at most (989 of an H100 in bfloat16): writes perf/mfu, the share of it
-    that the model's arithmetic takes."""
+    """Peak TFLOP/s of one GPU (989 for an H100 in bfloat16): writes perf/mfu, the share of it that the
+    model's arithmetic uses."""
     ci_test: bool = False
     """Strict checks for continuous integration; they include the R3 check."""
 

@@ -480,7 +480,7 @@ def route_text(config: RunConfig, hf: HfModelFacts) -> str:
     sample, on_wire = (tokens - 1) * row, (tokens - 1) * slots * 4 * 4 // 3  # int32 in base64
     return (
         f"{row} B per token; a sample of {tokens} tokens {amount(sample)} ({amount(on_wire)} on the "
-        f"wire); at most {amount(sample * config.samples_per_rollout)} a rollout on rank 0"
+        f"wire); at most {amount(sample * config.samples_per_rollout)} per rollout on rank 0"
     )
 
 

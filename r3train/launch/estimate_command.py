@@ -146,7 +146,7 @@ def _lines(
         fits = [fit for fit in fits if fit.name != own.name]
     rows += [_row("fits", fit, fit.fullest, gpu_bytes) for fit in fits]
     yield (
-        f"{world_size} GPUs of {gpu_bytes / GIGA:,.0f} GB ({amount(gpu_bytes)}) train; GiB of a rank,"
+        f"{world_size} GPUs of {gpu_bytes / GIGA:,.0f} GB ({amount(gpu_bytes)}) train; GiB per rank,"
         " estimated, nothing of it measured (docs/gpu.md):"
     )
     widths = [max(map(len, column)) for column in zip(*rows)]
@@ -154,7 +154,7 @@ def _lines(
         words = (f"{word:{'<' if i < 3 else '>'}{widths[i]}}" for i, word in enumerate(row))
         yield f"  {'  '.join(words)}"
     yield (
-        f"  assumed: microbatches of {config.trainer.max_tokens_per_gpu:,} tokens a rank (--max-tokens-per-gpu),"
+        f"  assumed: microbatches of {config.trainer.max_tokens_per_gpu:,} tokens per rank (--max-tokens-per-gpu),"
         " of as many in all in the others; experts chosen alike, attention that keeps no scores; CUDA, NCCL and"
         " fragments on top, 2 to 6 GiB"
     )
@@ -213,7 +213,7 @@ def _server_lines(
     where = "colocated with the ranks, " if config.rollout.colocate else ""
     yield (
         f"each server, {where}of {server.gpus} GPU{'s' * (server.gpus != 1)}: weights"
-        f" {amount(server.weights)} a GPU, a pool of {server.pool_tokens:,} tokens;"
+        f" {amount(server.weights)} per GPU, a pool of {server.pool_tokens:,} tokens;"
         f" {server.in_flight:,} requests at their full length need {server.needed_tokens:,}: {verdict}"
     )
     size = "--sglang-tp-size" if server.is_given else "the fewest GPUs that leave room for a pool"

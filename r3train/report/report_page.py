@@ -45,7 +45,7 @@ _COMPARED = (
     ),
     ("largest gap, mean over steps", "train/log_prob_gap_max", False),
     ("seconds per step, mean", "perf/step_s", False),
-    ("seconds of rollout a step, mean", "perf/rollout_s", False),
+    ("seconds of rollout per step, mean", "perf/rollout_s", False),
 )
 # Dark enough for white words, and none of the runs' colours.
 _PART_COLOURS = {
