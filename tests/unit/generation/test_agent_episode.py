@@ -46,8 +46,8 @@ class Door:
         return {"retries_joined": 0}
 
 
-async def ask(access: Access, *messages: dict) -> dict:
-    answer, commit = await access.answer(ChatRequest(list(messages), b""))
+async def ask(access: Access, *messages: dict, **more) -> dict:
+    answer, commit = await access.answer(ChatRequest(list(messages), b"", **more))
     commit(True)
     return answer.message
 
