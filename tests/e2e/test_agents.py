@@ -70,7 +70,7 @@ def test_a_job_trains_on_sessions_with_updates_between_their_turns(agent, task, 
             lambda s: s.replace('"with_loss": [[', '"with_loss": [[0, 1], [', 1),
             "tokens .* have loss",
         ),
-        (lambda s: s[s.index("\n") + 1 :], "custody.sessions of the run's own verdict"),
+        (lambda s: s[s.index("\n") + 1 :], "custody of the run's own verdict"),
     ):
         file = job.run_dir / "evidence" / "custody.jsonl"
         before = file.read_text()
