@@ -29,7 +29,9 @@ from r3train.types import Scored
 
 logger = logging.getLogger(__name__)
 
-_LORA = "lora"  # among the facts of a run
+_LORA, _MODEL = "lora", "model"  # among the facts of a run
+_SHAPE = ("model_type", "num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads")
+_SHAPE += ("num_key_value_heads", "num_experts", "num_experts_per_tok")
 
 
 @dataclass(frozen=True)
@@ -150,6 +152,15 @@ def _check_facts(job: Job, path: Path, saved: Mapping[str, Any]) -> None:
             f" {now['prompt_data_sha256'][:12]}...): bring the file back, or start anew from the"
             " weights with --load-model-only"
         )
+    model = now.pop(_MODEL)
+    before = saved.get(_MODEL, model)  # earlier checkpoints do not say
+    if before != model:
+        names = [name for name in model if before.get(name) != model[name]]
+        raise ValueError(
+            f"{path}: holds a model of {', '.join(f'{name} {before.get(name)}' for name in names)}, and"
+            f" --hf-checkpoint {job.config.model.hf_checkpoint} has"
+            f" {', '.join(str(model[name]) for name in names)}: a run resumes with the model that it began with"
+        )
     different = [
         f"{name} was {saved.get(name)!r}, is {value!r}"
         for name, value in now.items()
@@ -219,6 +230,7 @@ def run_facts(job: Job) -> dict[str, Any]:
         return {}
     return {
         _LORA: adapter_facts(config),
+        _MODEL: {name: getattr(job.hf, name) for name in _SHAPE},
         "prompt_data_sha256": job.prompt_file.sha256,
         "num_prompts": len(job.prompts),
         "rollout_batch_size": config.rollout.rollout_batch_size,

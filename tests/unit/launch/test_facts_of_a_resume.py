@@ -11,6 +11,7 @@ from tests.unit.loop.test_rollout_file import scored
 
 from r3train.config import RunConfig
 from r3train.config.options import parse_train_flags
+from r3train.verify.tiny import TinyOptions, build
 from r3train.launch.preflight import preflight
 from r3train.launch.resume import resume_point, run_facts
 from r3train.loop.rollout_file import BUFFER_FILE, write_samples
@@ -62,7 +63,26 @@ def facts(model, prompts, flags):
 
 def test_every_fact_is_compared(tiny, tmp_path):
     prompts = written(tmp_path)
-    assert {*CHANGED, "lora", "prompt_data_sha256"} == {*facts(tiny / "model", prompts, ())}
+    assert {*CHANGED, "lora", "model", "prompt_data_sha256"} == {
+        *facts(tiny / "model", prompts, ())
+    }
+
+
+def test_a_resume_with_another_model_is_refused_before_anything_starts(tiny, tmp_path):
+    build(tmp_path / "small", TinyOptions(num_layers=2))
+    prompts = written(tmp_path)
+    before = facts(tmp_path / "small/model", prompts, ())
+    flags = ("--dry-run", "--prompt-data", str(prompts), "--load")
+    saved(tmp_path / "other", run=before)
+    result = start(tiny, *flags, str(tmp_path / "other"))
+    assert result.exit_code == 2
+    said = (
+        f"holds a model of num_hidden_layers 2, and --hf-checkpoint {tiny / 'model'} has 4: a run"
+    )
+    assert said in words(result)
+    del before["model"]  # a checkpoint of before this fact
+    saved(tmp_path / "earlier", run=before)
+    assert start(tiny, *flags, str(tmp_path / "earlier")).exit_code == 0
 
 
 def written(directory):
