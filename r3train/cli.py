@@ -93,6 +93,18 @@ class LazyGroup(click.Group):
         module, _, attribute = SUBCOMMANDS[cmd_name][0].partition(":")
         return getattr(importlib.import_module(module), attribute)
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find a command, or name the nearest one."""
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            from r3train.config.sources import nearest
+
+            error.message += nearest(args[0], SUBCOMMANDS)
+            raise
+
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         """Return the commands that begin with a word, without their modules, which take seconds."""
         fits = [item for item in SUBCOMMANDS.items() if item[0].startswith(incomplete)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 import tomllib
@@ -110,6 +111,9 @@ class TrainCommand(click.Command):
             peer = PEERS.get((getattr(error, "option_name", None) or "")[2:].replace("-", "_"))
             if isinstance(error, click.NoSuchOption) and peer is not None:
                 error.message, error.possibilities = f"{error.message} Here it is {peer}.", None
+            elif short := [word for word in rest if re.fullmatch(r"-[a-z][\w-]+(=.*)?", word)]:
+                error.message = f"{short[0]}: flags begin with two dashes: -{short[0]}"
+                error.possibilities = None
             elif isinstance(error, click.NoSuchOption) and not error.possibilities:
                 error.message += " A Megatron setting without a flag goes through"
                 error.message += (
@@ -125,20 +129,21 @@ class TrainCommand(click.Command):
 
     def _stray(self, args: list[str], word: str) -> str:
         """Return what is meant by a word that no flag takes: the value of a switch, or NAME=VALUE."""
+        name, equals, value = word.partition("=")
+        if equals:
+            name, known = name.lstrip("+"), places(RunConfig)
+            short = name.rpartition(".")[2]
+            here = PEERS.get(name) or (short if short in known else PEERS.get(short, ""))
+            if here in known:
+                return f": flags are --name value: {flag_name(here)} {value}"
+            also = f" Here it is {here}." if here else nearest(short, known)
+            return f": flags are --name value.{also}"
         before = args[args.index(word) - 1] if word in args[1:] else ""
         switches = (param for param in self.params if param.is_flag)
         if any(before in (*param.opts, *param.secondary_opts) for param in switches):
             off = f"--no-{before[2:].removeprefix('no-')}"
             return f": {before} is a switch and takes no value; {off} turns it off"
-        name, equals, value = word.partition("=")
-        if not equals:
-            return ""
-        name, known = name.lstrip("+"), places(RunConfig)
-        short = name.rpartition(".")[2]
-        here = PEERS.get(name) or (short if short in known else PEERS.get(short, ""))
-        if here in known:
-            return f": flags are --name value: {flag_name(here)} {value}"
-        return ": flags are --name value." + (f" Here it is {here}." if here else "")
+        return ""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the settings that most runs give, one section (``--help SECTION``), or all sections."""

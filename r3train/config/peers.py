@@ -62,6 +62,7 @@ FRAMEWORKS = {
         "actor_rollout_ref.actor.loss_agg_mode": "loss_aggregation",
         "actor_rollout_ref.actor.policy_loss.loss_mode": "policy_loss",
         "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": "max_tokens_per_gpu",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": "max_tokens_per_gpu",
         "actor_rollout_ref.actor.ppo_mini_batch_size": "global_batch_size, which counts samples, not prompts",
         "actor_rollout_ref.actor.router_replay.mode": "use_rollout_routing_replay",
         "actor_rollout_ref.actor.use_dynamic_bsz": "max_tokens_per_gpu",
@@ -91,6 +92,7 @@ FRAMEWORKS = {
         "trainer.resume_mode": "auto_resume, load",
         "trainer.save_freq": "save_interval",
         "trainer.test_freq": "eval_interval",
+        "trainer.total_epochs": "num_rollout",
         "trainer.total_training_steps": "num_rollout",
         "trainer.val_before_train": "skip_eval_before_train, the reverse",
     },
@@ -122,16 +124,31 @@ FRAMEWORKS = {
         "max_completion_length": "rollout_max_response_len",
         "max_prompt_length": "rollout_max_prompt_len",
         "max_steps": "num_rollout",
+        "model_name_or_path": "hf_checkpoint",
         "num_generations": "n_samples_per_prompt",
+        "num_train_epochs": "num_rollout",
+        "output_dir": "run_dir for the run's files, save for checkpoints",
+        "per_device_train_batch_size": "rollout_batch_size, max_tokens_per_gpu",
         "report_to": "tensorboard, use_wandb, use_mlflow",
+        "resume_from_checkpoint": "load",
         "reward_funcs": "rm_type, custom_rm_path",
         "save_steps": "save_interval",
         "scale_rewards": "grpo_std_normalization",
     },
+}
+# words that several have, or that people try first
+_TRIED = {
+    "data": "prompt_data",
+    "model": "hf_checkpoint",
+    "model.path": "hf_checkpoint",
+    "num_epochs": "num_rollout",
+    "resume": "auto_resume",
+    "rollout.n": "n_samples_per_prompt",
+    "tp": "tensor_model_parallel_size",
 }
 _WHOLE = {name: here for names in FRAMEWORKS.values() for name, here in names.items()}
 # without its tables a name may be a flag, or end a longer one: train_files.  One of two meanings (path) is left out
 _MEANINGS = {n.rpartition(".")[2]: set() for n in _WHOLE}
 for _name, _here in _WHOLE.items():
     _MEANINGS[_name.rpartition(".")[2]].add(_here)
-PEERS = _WHOLE | {short: here.pop() for short, here in _MEANINGS.items() if len(here) == 1}
+PEERS = _TRIED | _WHOLE | {short: here.pop() for short, here in _MEANINGS.items() if len(here) == 1}

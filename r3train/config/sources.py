@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import unicodedata
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ PATTERNS = {
     FILE_NAME: "letters, digits, _, . and - only",
     SET_NAME: "letters, digits, _, . and -, and neither . nor - first",
 }
+_PYTHON_FILE = re.compile(r"(\w+)\.py\b")
 # fields that are tables: a flag adds an entry to those of the file
 TABLE_FIELDS = ("transformer_overrides", "optimizer_overrides", "sglang")
 # characters of a refused value
@@ -100,7 +102,9 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """
     if name in PEERS:
         return f" Here it is {PEERS[name]}."
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    known = list(known)
+    begun = [other for other in known if len(name) > 3 and other.startswith(name)]
+    close = begun or difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     return f" Did you mean {close[0]}?" if close else ""
 
 
@@ -228,6 +232,11 @@ def _readable(
         reason = problem["msg"].removeprefix("Value error, ")
         if problem["type"] == "string_pattern_mismatch":
             reason = f"expected {PATTERNS[problem['ctx']['pattern']]}"
+            if file_of_code := _PYTHON_FILE.search(str(problem["input"])):
+                reason += (
+                    f" (a file is named as {file_of_code[1]}:FUNCTION, in the working directory or in one of"
+                    " PYTHONPATH)"
+                )
         reason = reason[0].lower() + reason[1:]
         got = repr(problem["input"])
         got = got if len(got) <= MOST_SHOWN else f"{got[:MOST_SHOWN]}..."
