@@ -200,7 +200,7 @@ def check_tensors(hf: HfModelFacts) -> list[str]:
         name = strange[0]
         raise ValueError(
             f"{hf.path}: {name} is {kinds[name].dtype}, expected one of {', '.join(_TRAINED_DTYPES)}:"
-            " convert the checkpoint first (docs/models.md tells how)"
+            " convert the checkpoint first (r3train docs models tells how)"
         )
     return names
 

@@ -87,7 +87,7 @@ def uses_transformer_engine(attention_backend: str, *, on_cuda: bool) -> bool:
         where = " on a CUDA device" if on_cuda else ""
         raise ValueError(
             f"--attention-backend {attention_backend}{where} needs transformer_engine.pytorch, which"
-            f" does not import ({type(error).__name__}: {error}); docs/dependencies.md says how to install it"
+            f" does not import ({type(error).__name__}: {error}); r3train docs installation says how to install it"
         ) from error
     return True
 

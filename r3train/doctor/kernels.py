@@ -18,7 +18,7 @@ from r3train.families.family import transformer_fields
 _LEAST_CUDNN = (9, 18, 0)
 _ONE_CUDNN = (
     "leave one: apt-get purge 'libcudnn9*', and export CUDNN_HOME=.../site-packages/nvidia/cudnn"
-    " (docs/installation.md)"
+    " (r3train docs installation)"
 )
 # with these flashinfer finds its kernels compiled
 _COMPILED = ("flashinfer-cubin", "flashinfer-jit-cache")

@@ -41,7 +41,7 @@ CONFLICTS: dict[str, tuple[Callable[[str], bool], Callable[..., Finding], str, s
         lambda version: version.endswith("+cpu"),
         problem,
         "it defines ops that r3train declares for sglang's import: a second definition",
-        "pip install --no-deps torchvision===0.28.0 (PyPI's build, see docs/dependencies.md)",
+        "pip install --no-deps torchvision===0.28.0 (PyPI's build, see r3train docs dependencies)",
     ),
     "vllm": (
         lambda version: True,
@@ -101,7 +101,7 @@ def _version_conflicts(version_of, python: tuple[int, int], cuda: bool) -> Findi
         yield problem("Python", text, "make PYTHON=python3.12 venv")
     elif cuda and python != (3, 12):
         text = f"Python {python[0]}.{python[1]}: requirements/gpu.txt is a lock of 3.12 only"
-        yield warning("Python", text, "an environment of Python 3.12 (docs/installation.md)")
+        yield warning("Python", text, "an environment of Python 3.12 (r3train docs installation)")
     for name, (wanted, why) in PINNED.items():
         have = version_of(name) or "not installed"
         if have.split("+")[0] != wanted:
@@ -162,7 +162,7 @@ def check_transformer_engine(num_gpus: int) -> Findings:
     try:
         uses_transformer_engine("te", on_cuda=True)
     except ValueError as error:
-        remedy = "compile it against the torch that is here (docs/installation.md)"
+        remedy = "compile it against the torch that is here (r3train docs installation)"
         yield problem("Transformer Engine", str(error), remedy)
     else:
         yield ok("Transformer Engine", "its part for torch imports")

@@ -98,7 +98,7 @@ def check_gpus(config: RunConfig, node: Node, rank: StageRanks | None) -> Findin
         taken = [gpu for gpus in servers for gpu in gpus]
     except ValueError as error:
         remedy = (
-            "docs/several_machines.md says who takes which GPU; if this node has fewer than "
+            "r3train docs several_machines says who takes which GPU; if this node has fewer than "
             f"{node.num_ranks} ranks, give their number with --nproc-per-node"
         )
         yield problem("servers", str(error), remedy)
@@ -119,7 +119,7 @@ def check_gpus(config: RunConfig, node: Node, rank: StageRanks | None) -> Findin
     parts = {"a rank": held, "activations and logits": rank.total - held}
     remedy = (
         "r3train estimate lists topologies that fit; --use-distributed-optimizer, --bf16,"
-        " --optimizer-override (docs/models.md)"
+        " --optimizer-override (r3train docs models)"
     )
     if shared:
         parts["SGLang"] = server_fraction(config, node.gpu_bytes) * node.gpu_bytes

@@ -21,7 +21,7 @@ def check_job(config: RunConfig, world_size: int) -> Findings:
     except PreflightError as error:
         yield from _warnings(error.warnings)
         for subject, text in error.faults:
-            remedy = "fix the setting or the file that it names (docs/configuration.md)"
+            remedy = "fix the setting or the file that it names (r3train docs configuration)"
             if subject.startswith("server "):
                 remedy = (
                     "start it (r3train serve), or fix --rollout-external-engine-addrs or our key"

@@ -39,7 +39,7 @@ def family_conflicts(hf: HfModelFacts) -> Iterator[str]:
         yield (
             f"{where}: model_type {hf.model_type!r} was not verified against transformers, and would"
             f" be trained wrongly without a word; verified: {', '.join(sorted(FAMILIES))}"
-            " (docs/extending.md tells how to add a family)"
+            " (r3train docs extending tells how to add a family)"
         )
         return
     for key, (verified, default) in family.needs.items():
@@ -74,7 +74,7 @@ def family_conflicts(hf: HfModelFacts) -> Iterator[str]:
         method = quantised.get("quant_method") if isinstance(quantised, Mapping) else quantised
         yield (
             f"{where}: quantization_config is set ({method}): the actor trains weights in float32 or"
-            " bfloat16; convert the checkpoint first (docs/models.md tells how)"
+            " bfloat16; convert the checkpoint first (r3train docs models tells how)"
         )
 
 

@@ -76,7 +76,7 @@ def server_gpus(config: RunConfig, *, num_ranks: int, num_visible: int) -> list[
     if not elsewhere and config.has_engines and _number(flags, _NODES, 1) > 1:
         raise ValueError(
             "sglang: nnodes: rank 0 starts servers on its own node only; start one over several nodes with"
-            " r3train serve on each (docs/several_machines.md), and name it with --rollout-external-engine-addrs"
+            " r3train serve on each (r3train docs several_machines), and name it with --rollout-external-engine-addrs"
         )
     if elsewhere or not config.has_engines or not _on_gpus(flags, num_visible):
         return []

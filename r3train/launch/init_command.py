@@ -151,7 +151,7 @@ def _reward(prompts: Sequence[Prompt], label_key: str | None) -> Line:
     if all(prompt.metadata.get("rm_type") for prompt in prompts):
         return Line("data", "rm_type", "exact_match", "unused: metadata.rm_type of each row wins")
     if label_key is None or None in labels:
-        why = f"no key like {', '.join(_LABELS)} in every row: write score(sample) in my_reward.py (docs/data.md)"
+        why = f"no key like {', '.join(_LABELS)} in every row: write score(sample) in my_reward.py (r3train docs data)"
         return Line("data", "custom_rm_path", _TO_WRITE, why)
     if all(isinstance(label, list) for label in labels):
         return Line("data", "rm_type", "accepted_words", "labels are lists of words")
@@ -206,7 +206,7 @@ def _topology_lines(
     (best, *_) = search(config, model, gpus, most, 1)
     if best.fullest.total > most:
         raise ConfigError(nothing_fits(gpus, memory_gb * GIGA, best))
-    yield Line("run", "world_size", gpus, "GPUs that train; servers take others (docs/gpu.md)")
+    yield Line("run", "world_size", gpus, "GPUs that train; servers take others (r3train docs gpu)")
     yield Line("model", "bf16", True, "half the memory of float32")
     size = amount(best.fullest.total)
     why = f"{best.name}: an estimated {size} per rank (r3train estimate)"

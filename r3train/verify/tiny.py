@@ -329,7 +329,7 @@ _HELP = {
     type=click.Choice(SIZES),
     default="tiny",
     show_default=True,
-    help="Defaults of the other flags; gpu: shapes that kernels are made for (docs/gpu.md).",
+    help="Defaults of the other flags; gpu: shapes that kernels are made for (r3train docs gpu).",
 )
 @click.option(
     "--output",

@@ -44,4 +44,4 @@ def test_without_its_file_the_family_is_refused_with_the_way_to_this_page(tmp_pa
     assert list(family_conflicts(hf)) == []
     monkeypatch.delitem(FAMILIES, "olmoe")
     (complaint,) = family_conflicts(hf)
-    assert "'olmoe' was not verified" in complaint and "docs/extending.md" in complaint
+    assert "'olmoe' was not verified" in complaint and "r3train docs extending" in complaint
