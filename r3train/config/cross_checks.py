@@ -5,7 +5,6 @@ Every rule yields complaints.  The checks raise all of them at once, and change 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -20,6 +19,8 @@ from r3train.families import FAMILIES
 from r3train.families.checks import topology_conflicts
 
 _PLACES = places(RunConfig)
+# of Adam; the demo's tiny model learns at 2e-3
+_HIGH_LR = 1e-2
 _SIZES = ("tensor_model_parallel", "pipeline_model_parallel", "context_parallel")
 _SIZES += ("expert_model_parallel", "expert_tensor_parallel")
 
@@ -159,15 +160,30 @@ def algorithm_warnings(config: RunConfig) -> list[str]:
     return warnings
 
 
+def rate_warnings(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Yield learning rates that work and are seldom meant, each with a remedy."""
+    trainer = config.trainer
+    steps = config.rollout.num_rollout * config.steps_per_rollout
+    if trainer.lr_warmup_iters > steps:
+        share = steps / trainer.lr_warmup_iters
+        yield (
+            f"lr_warmup_iters {trainer.lr_warmup_iters:,} is above the run's {steps:,} optimizer steps: the"
+            f" learning rate ends at {share:.2g} of lr"
+        ), "lower --lr-warmup-iters"
+    if trainer.optimizer == "adam" and trainer.lr > _HIGH_LR:
+        yield (
+            f"lr {trainer.lr:g} is high: a step of Adam moves every weight by about lr"
+        ), "usual are 1e-6 for all weights and 1e-5 to 1e-4 for adapters"
+
+
 def _ranks(config: RunConfig, world_size: int) -> Iterator[str]:
     """Yield sizes of the topology, the batch and the profile that do not fit the number of ranks."""
     parallel, run = config.parallel, config.run
     sizes = {name: getattr(parallel, f"{name}_size") for name in _SIZES}
     tp, pp, cp, ep, etp = (f"{name}_size {size}" for name, size in sizes.items())
-    need = math.lcm(parallel.dense_ranks, parallel.expert_ranks)
     counted = ""
     if run.dry_run and run.world_size is None and world_size == 1:
-        counted = f"; a dry run counts 1 rank: --world-size {need}"
+        counted = f"; a dry run counts 1 rank: --world-size {parallel.fewest_ranks}"
     for factors, ranks in (
         ((tp, pp, cp), parallel.dense_ranks),
         ((etp, ep, pp), parallel.expert_ranks),

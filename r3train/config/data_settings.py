@@ -43,10 +43,12 @@ class PromptFile:
         """Read PATH, PATH@[START:STOP] or either with *WEIGHT; raises ValueError."""
         found = _FILE.fullmatch(text)
         try:
+            if "@[" in found["path"]:
+                raise ValueError
             start, stop = int(found["start"] or 0), int(found["stop"] or -1)
             weight = None if found["weight"] is None else float(found["weight"])
         except (TypeError, ValueError):
-            raise ValueError(f"expected PATH@[START:STOP]*WEIGHT, got {text!r}") from None
+            raise ValueError(f"{text}: expected PATH@[START:STOP]*WEIGHT") from None
         if weight == 0 or 0 <= stop <= start:
             raise ValueError(f"{text}: no row, or no weight, is left")
         return cls(Path(found["path"]), start, None if stop < 0 else stop, weight)

@@ -20,6 +20,9 @@ EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
 _MOST_EXPERTS = 1_000_000
 _MOST = {"num_hidden_layers": 10_000} | dict.fromkeys(EXPERT_KEYS, 65_535)
 
+# files of a directory of --save, and of one checkpoint in it
+_OF_SAVE = ("latest_checkpointed_iteration.txt", "trainer_state.json")
+
 
 @dataclass(frozen=True, slots=True)
 class HfModelFacts:
@@ -70,7 +73,7 @@ def read_hf_facts(path: Path | str) -> HfModelFacts:
     if "text_config" in reader.content and "num_hidden_layers" not in reader.content:
         raise ValueError(
             f"{file}: model_type {reader.text('model_type')!r} is a model of text and images, with its sizes"
-            " in text_config, and was not verified; docs/models.md names those that were"
+            " in text_config, and was not verified; r3train docs models names those that were"
         )
     layers = reader.integer("num_hidden_layers", 1)
     heads = reader.integer("num_attention_heads", 1)
@@ -190,6 +193,10 @@ def load_model_config(directory: Path) -> Mapping[str, Any]:
     from r3train.families import is_of_text_and_images  # that room's facts are read by this one
 
     file = directory / "config.json"
+    if not file.exists() and any((directory / name).exists() for name in _OF_SAVE):
+        raise ValueError(
+            f"{directory}: a checkpoint of --save, expected a Hugging Face one: r3train convert makes it"
+        )
     content = load_json_object(file)
     if not is_of_text_and_images(content.get("model_type")):
         return content

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -62,6 +63,11 @@ class ParallelSection(Section):
             * self.pipeline_model_parallel_size
             * self.context_parallel_size
         )
+
+    @property
+    def fewest_ranks(self) -> int:
+        """The fewest ranks that these sizes allow; other numbers are multiples of it."""
+        return math.lcm(self.dense_ranks, self.expert_ranks)
 
     @property
     def expert_ranks(self) -> int:

@@ -116,6 +116,11 @@ class TrainerSection(Section):
         return value
 
     @check
+    def _rate(self, run: RunConfig) -> Iterator[str]:
+        if self.optimizer == "adam" and self.lr >= 1:
+            yield f"lr {self.lr:g}: a step of Adam moves every weight by about lr, expected below 1"
+
+    @check
     def _whole_steps(self, run: RunConfig) -> Iterator[str]:
         samples, step = run.samples_per_rollout, run.samples_per_step
         if samples % step:

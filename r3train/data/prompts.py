@@ -90,8 +90,16 @@ def load_prompts(
             raise ValueError(f"{file.path}: nothing is left without {text}")
         note(f"{file.path}: dropped {text}")
     if not prompts:
-        raise ValueError(f"{file.path}: holds no prompts")
+        raise ValueError(_no_prompts(file))
     return prompts
+
+
+def _no_prompts(file: PromptFile) -> str:
+    rows = sum(1 for _ in read_records(PromptFile(file.path)))
+    if not rows:
+        return f"{file.path}: holds no prompts"
+    part = f"@[{file.start}:{'' if file.stop is None else file.stop}]"
+    return f"{file.path}{part}: holds no prompts: the file has {rows:,} rows"
 
 
 def _tokenized(
@@ -158,6 +166,10 @@ def read_records(file: PromptFile) -> Iterator[Record]:
         raise ValueError(f"{path}: no such prompt file (prompt_data){hint}")
     try:
         require_regular(path, follow=True)
+    except IsADirectoryError:
+        raise ValueError(
+            f"{path}: is a directory, expected a file of prompts (prompt_data)"
+        ) from None
     except OSError as error:  # /dev/zero has no end
         raise ValueError(f"{path}: {error.strerror} of prompts (prompt_data)") from None
     readers = {".parquet": _parquet_records, ".jsonl": _jsonl_records, ".json": _jsonl_records}
@@ -184,10 +196,14 @@ def _jsonl_records(path: Path) -> Iterator[Record]:
                     f"{path}:{number}: not UTF-8 at byte {error.start + 1} of the line"
                 ) from None
             except json.JSONDecodeError as error:
+                if line.strip() in ("[", "{", "[{"):
+                    raise ValueError(
+                        f"{path}:{number}: JSON over several lines; expected one object per line"
+                    ) from None
                 raise ValueError(f"{path}:{number}:{error.colno}: not JSON: {error.msg}") from None
             if not isinstance(content, dict):
                 raise ValueError(
-                    f"{path}:{number}: expected a JSON object, got {type(content).__name__}"
+                    f"{path}:{number}: expected a JSON object per line, got {type(content).__name__}"
                 )
             yield Record(f"{path}:{number}", index, content)
 

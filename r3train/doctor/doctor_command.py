@@ -25,8 +25,7 @@ _STYLE = {OK: "green", FACT: "cyan", WARNING: "yellow", PROBLEM: "red"}
     "--world-size",
     type=click.IntRange(1),
     envvar="WORLD_SIZE",
-    default=1,
-    help="Ranks in all.  [default: $WORLD_SIZE or 1]",
+    help="Ranks in all.  [default: $WORLD_SIZE, the configuration's, or as few as it allows]",
 )
 @click.option(
     "--nproc-per-node",
@@ -47,7 +46,7 @@ _STYLE = {OK: "green", FACT: "cyan", WARNING: "yellow", PROBLEM: "red"}
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED)
 def doctor(
-    world_size: int,
+    world_size: int | None,
     nproc_per_node: int | None,
     ports: tuple[int, ...],
     probe: bool,
@@ -61,6 +60,8 @@ def doctor(
     from r3train.config.options import parse_train_flags
 
     config = parse_train_flags(flags, prog_name="doctor") if flags else None
+    if world_size is None:
+        world_size = 1 if config is None else config.run.world_size or config.parallel.fewest_ranks
     if probe and config is None:
         raise click.UsageError("--probe needs a configuration: --config FILE.toml")
     if nproc_per_node is not None and nproc_per_node > world_size:

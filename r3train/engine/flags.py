@@ -22,6 +22,7 @@ from r3train.config.sources import raise_all
 from r3train.engine.key import ENGINE_KEY_VARIABLE
 from r3train.engine.refusals import DECIDED_BY_THE_RUN, refused
 
+_SIZES = ("tp_size", "dp_size", "pp_size", "ep_size")
 _KEY_FLAGS = ("api_key", "admin_api_key")
 
 
@@ -44,6 +45,37 @@ def known_flags() -> Mapping[str, str]:
     return MappingProxyType(flags)
 
 
+@cache
+def _choices() -> Mapping[str, tuple[str, ...]]:
+    """Map fields of ``ServerArgs`` to the texts that their flags take, where the source lists them."""
+    spec = find_spec("sglang")
+    places = () if spec is None else spec.submodule_search_locations or ()
+    found = {}
+    for file in (f for place in places for f in Path(place).glob("srt/arg_groups/fields/*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                listed = _given(node).get("choices")
+                if isinstance(listed, ast.List):
+                    found[node.target.id] = tuple(map(_text, listed.elts))
+    return MappingProxyType(found)
+
+
+def _text(node: ast.expr) -> str:
+    return str(getattr(node, "value", None))
+
+
+def _wrong_values(fields: Mapping[str, Any]) -> Iterator[str]:
+    for field, value in fields.items():
+        allowed = _choices().get(field, ()) if isinstance(value, str) else ()
+        if allowed and value not in allowed:
+            yield f"{_flag(field)} {value}: expected one of {', '.join(allowed)}"
+        if field in _SIZES and not (type(value) is int and value > 0):
+            yield f"{_flag(field)} {value}: expected a number from 1 up"
+    share = fields.get("mem_fraction_static")
+    if share is not None and not (isinstance(share, (int, float)) and 0 < share < 1):
+        yield f"--sglang-mem-fraction-static {share}: expected a share above 0 and below 1"
+
+
 def _fields(tree: ast.Module) -> Iterator[tuple[str, str]]:
     """Yield the flags of annotated fields: ``name: A[type, Arg(cli_name=..., aliases=[...])]``."""
     for node in ast.walk(tree):
@@ -51,13 +83,7 @@ def _fields(tree: ast.Module) -> Iterator[tuple[str, str]]:
             continue
         if getattr(getattr(node.annotation, "value", None), "id", None) != "A":
             continue
-        field = node.target.id
-        given = {
-            keyword.arg: keyword.value
-            for call in ast.walk(node.annotation)
-            if isinstance(call, ast.Call) and getattr(call.func, "id", None) == "Arg"
-            for keyword in call.keywords
-        }
+        field, given = node.target.id, _given(node)
         if "no_cli" in given:
             continue
         yield _literal(given.get("cli_name")) or field, field
@@ -66,6 +92,15 @@ def _fields(tree: ast.Module) -> Iterator[tuple[str, str]]:
         for alias in ast.walk(given.get("aliases", ast.List([]))):
             if _literal(alias):
                 yield _literal(alias), field
+
+
+def _given(node: ast.AnnAssign) -> dict[str | None, ast.expr]:
+    return {
+        keyword.arg: keyword.value
+        for call in ast.walk(node.annotation)
+        if isinstance(call, ast.Call) and getattr(call.func, "id", None) == "Arg"
+        for keyword in call.keywords
+    }
 
 
 def _arguments(tree: ast.Module) -> Iterator[tuple[str, str]]:
@@ -138,7 +173,8 @@ def check_server_flags(
     ]
     raise_all(problems)
     fields = server_fields(given)
-    problems = [
+    problems = list(_wrong_values(fields))
+    problems += [
         f"sglang.{field}: {DECIDED_BY_THE_RUN[field]}"
         for field in fields
         if field in DECIDED_BY_THE_RUN

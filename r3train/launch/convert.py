@@ -51,6 +51,11 @@ def convert(checkpoint: Path, output: Path, flags: tuple[str, ...]) -> None:
     optimizer's float32 copy and the gradient buffers: about 10 bytes a trained parameter in bf16.  Under
     torchrun its ranks share them, as --tensor-model-parallel-size and its like say.
     """
+    with usage_errors():  # before torch is imported, which takes long
+        if (checkpoint / "config.json").is_file():
+            raise ValueError(
+                f"{checkpoint}: a model (it has a config.json), expected a checkpoint of --save"
+            )
     from r3train.cpu.device import prepare_device
 
     device = prepare_device()

@@ -11,10 +11,13 @@ import resource
 import shutil
 import socket
 import time
+from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 from r3train.config import RunConfig
 from r3train.config.sources import raise_all
+from r3train.cuda_environment import visible_gpus
 from r3train.engine.addresses import LOOPBACK
 from r3train.launch.gpus import torchruns_number
 
@@ -28,7 +31,7 @@ _OTHER_FILES = 200
 
 
 def check_node(config: RunConfig) -> list[Lack]:
-    """Check that rank 0's node has the ports and the file descriptors of a start; the doctor does so too.
+    """Check that rank 0's node has the ports, file descriptors and devices of a start; the doctor does so too.
 
     Waits a little for the ports where torchrun has started the job again: its last servers may still be
     about to end.  Raises ConfigError with a line for each thing that is wrong.  A dry run may be on
@@ -50,9 +53,25 @@ def check_node(config: RunConfig) -> list[Lack]:
         lacks.append(taken_port(LOOPBACK, metrics_port))
     if config.has_engines:
         lacks.append(few_files(config.rollout.most_in_flight))
+    lacks += device_lacks(config)
     refused = [no_port(port) for port in ports] if config.run.dry_run else lacks
     raise_all(f"{text}: {remedy}" for text, remedy in filter(None, refused))
     return [lack for lack in lacks if lack is not None]
+
+
+def device_lacks(config: RunConfig) -> Iterator[Lack]:
+    """Yield what the settings need of CUDA where no CUDA device is visible."""
+    if visible_gpus():
+        return
+    backend, attention = config.parallel.distributed_backend, config.model.attention_backend
+    if backend == "nccl":
+        text = "--distributed-backend nccl needs CUDA devices, and none is visible here"
+        yield text, "take auto, or gloo on a CPU"
+    if attention not in ("auto", "local") and find_spec("transformer_engine") is None:
+        text = (
+            f"--attention-backend {attention} needs transformer_engine, which is not installed here"
+        )
+        yield text, "take auto, or see r3train docs installation"
 
 
 def no_port(port: object) -> Lack | None:

@@ -19,6 +19,8 @@ from r3train.config.cross_checks import (
     check_longest_sample,
     check_model,
     check_static,
+    prompt_limit,
+    rate_warnings,
     replay_warnings,
 )
 from r3train.config.hf_facts import HfModelFacts, read_hf_facts
@@ -32,7 +34,7 @@ from r3train.data.tokenizer import check_vocabulary, load_tokenizer, stop_token
 from r3train.engine.addresses import host_of, interface_of
 from r3train.engine.backend import EngineError
 from r3train.engine.control import EngineControl
-from r3train.engine.flags import check_server_flags
+from r3train.engine.flags import check_server_flags, server_fields
 from r3train.engine.key import engine_api_key
 from r3train.environments.named_environments import begin_environment, get_environment, get_tools
 from r3train.hf_checkpoint import check_export, check_export_directory
@@ -235,7 +237,7 @@ class _Checks:
             for directory in (model.hf_checkpoint, *filter(None, others)):
                 self.attempt("checkpoint", partial(check_export, directory, weights=False))
         self.hf = self.attempt("checkpoint", read_hf_facts, model.hf_checkpoint)
-        if self.for_node and model.hf_checkpoint.is_dir():
+        if self.for_node and (model.hf_checkpoint / "config.json").is_file():
             self.tokenizer = self.attempt("tokenizer", load_tokenizer, model.hf_checkpoint)
 
     def model(self) -> None:
@@ -245,6 +247,8 @@ class _Checks:
             return
         self.attempt(SETTINGS, check_model, config, hf, self.world_size)
         self.attempt(SETTINGS, check_freezing, config, hf)
+        if config.has_engines and not config.rollout.rollout_external_engine_addrs:
+            self.attempt(SETTINGS, check_server_split, config, hf)
         if visible_gpus() and has_sinks(hf.model_type):
             with suppress(PackageNotFoundError):  # which check_layers_here has said
                 engine = version("transformer_engine")
@@ -281,7 +285,8 @@ class _Checks:
         teacher = config.rollout.opd_teacher_url
         if self.for_all_ranks and config.has_engines and teacher is not None:
             self.attempt("teacher", check_served_teacher, config, tokenizer)
-        self._read_prompts()
+        if prompt_limit(config, self.hf)[0] > 0:  # or check_model has refused the lengths
+            self._read_prompts()
 
     def _read_prompts(self) -> None:
         dropped: list[str] = []
@@ -313,6 +318,11 @@ class _Checks:
             self.attempt(SETTINGS, check_longest_sample, config, longest)
         if not prompts:
             return
+        batch = config.rollout.rollout_batch_size
+        if batch > len(prompts):
+            text = f"a rollout of {batch:,} prompts (--rollout-batch-size) takes each of the {len(prompts):,}"
+            text += f" prompts {batch / len(prompts):,.1f} times"
+            self.warn("prompts", text, "lower it, or give more prompts")
         unknown = self.attempt("prompts", unknown_tokens, prompts, self.tokenizer.unk_token_id)
         if unknown is not None:
             remedy = "look at the first prompt as it is shown, and at the checkpoint's tokenizer"
@@ -435,14 +445,16 @@ def preflight_evaluation(config: RunConfig) -> Job:
 def _warnings(config: RunConfig) -> Iterator[JobWarning]:
     for text in replay_warnings(config):
         yield JobWarning("configuration", text, "add it, or drop the check")
+    for text, remedy in rate_warnings(config):
+        yield JobWarning("configuration", text, remedy)
     for text in algorithm_warnings(config):
-        yield JobWarning("configuration", text, "docs/configuration.md has them all")
+        yield JobWarning("configuration", text, "r3train docs algorithms has them all")
 
 
 def _reward_warnings(rewards: Iterable[Scorer]) -> Iterator[JobWarning]:
     if any(reward.runs_programs for reward in rewards) and not isolation():
         text = "programs of the reward code have the network: this machine makes no namespaces"
-        yield JobWarning("reward", text, "docs/code_rewards.md says what that means")
+        yield JobWarning("reward", text, "r3train docs code_rewards says what that means")
 
 
 def _model_warnings(
@@ -459,7 +471,7 @@ def _model_warnings(
         if reason is not None:
             text = f"--save-hf will be the merged checkpoint only: {reason}"
             yield JobWarning(
-                "configuration", text, "docs/lora.md says which targets PEFT reads whole"
+                "configuration", text, "r3train docs lora says which targets PEFT reads whole"
             )
     parts = untrained_parts(hf)
     if parts is None and any(name.startswith("mtp.") for name in names):
@@ -497,6 +509,18 @@ def check_external_server(config: RunConfig, address: str, api_key: str | None) 
             )
     except EngineError as error:
         raise ValueError(f"{address}: does not answer as it should: {error}") from None
+
+
+def check_server_split(config: RunConfig, hf: HfModelFacts) -> None:
+    """Raise ValueError for servers of our own that cannot split the model's attention heads."""
+    size: Any = 1
+    with suppress(ConfigError):  # of a flag that the settings' checks have refused
+        size = server_fields(config.rollout.sglang).get("tp_size", 1)
+    if type(size) is int and size > 0 and hf.num_attention_heads % size:
+        raise ValueError(
+            f"--sglang-tp-size {size}: the {hf.num_attention_heads} attention heads of {hf.path} do not"
+            " divide by it"
+        )
 
 
 def check_export_directories(config: RunConfig) -> None:

@@ -121,8 +121,7 @@ def ranks_here(config: RunConfig, asked: int | None, nnodes: int) -> int:
         if total % nnodes:
             raise ValueError(f"run.world_size {total} is not a multiple of --nnodes {nnodes}")
         return total // nnodes
-    parallel = config.parallel
-    unit = math.lcm(parallel.dense_ranks, parallel.expert_ranks)
+    unit = config.parallel.fewest_ranks
     here = unit // math.gcd(unit, nnodes)  # so that all machines together have a multiple of unit
     gpus = visible_gpus()
     if not gpus:

@@ -85,7 +85,7 @@ def show_dry_run(config: RunConfig, world_size: int) -> None:
     from r3train.launch.job import would_run
     from r3train.launch.preflight import PreflightError, preflight
 
-    job, missing, longest = None, [], None
+    job, missing, longest, warnings = None, [], None, ()
     try:
         job = preflight(config, world_size, for_all_ranks=True)
     except PreflightError as error:
@@ -94,8 +94,7 @@ def show_dry_run(config: RunConfig, world_size: int) -> None:
             raise
     lines = [f"a run is refused here: {line}" for line in missing]
     if job is not None:
-        for warning in job.warnings:
-            click.secho(str(warning), fg="yellow", err=True)
+        warnings = job.warnings
         lines = [*would_run(job, world_size), *job.first_prompt]
         longest = job.longest_prompt
         job.close()
@@ -103,6 +102,8 @@ def show_dry_run(config: RunConfig, world_size: int) -> None:
         lines += dry_run_lines(config, world_size, gpus_here()[1], longest)
     click.echo(config.to_toml())
     click.echo("\n".join(f"# {line}" for line in lines))
+    for warning in warnings:  # last: the configuration fills more than a screen
+        click.secho(str(warning), fg="yellow", err=True)
 
 
 def run(job: Job, rank: int, run_dir: Path | None, servers: Sequence[SGLangServer] = ()) -> int:

@@ -1,0 +1,194 @@
+"""A command with a mistake -> the line that says so, the last one on the screen."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from r3train.cli import main
+from tests.unit.config.test_options import refused
+from tests.unit.launch.test_preflight import start
+
+# words after the required flags -> the end of the line; nothing is read
+WORDS = {
+    "-num-rollout 3": "-num-rollout: flags begin with two dashes: --num-rollout",
+    "-lr 1e-6": "-lr: flags begin with two dashes: --lr",
+    "--colocate data.train_files=x": "(data.train_files=x): flags are --name value: --prompt-data x",
+    "data.train_batch_size=64": "flags are --name value: --rollout-batch-size 64",
+    "algorithm.adv_estimator=grpo": "flags are --name value: --advantage-estimator grpo",
+    "actor_rollout_ref.model.path=m": "flags are --name value: --hf-checkpoint m",
+    "actor_rollout_ref.rollout.n=8": "flags are --name value: --n-samples-per-prompt 8",
+    "rollout.gpu_memory_utilization=0.6": "flags are --name value. Here it is"
+    " sglang_mem_fraction_static.",
+    "--model m": "No such option '--model'. Here it is hf_checkpoint.",
+    "--tp 2": "No such option '--tp'. Here it is tensor_model_parallel_size.",
+    "--custom-rm-path path/rw.py:f": "(a file is named as rw:FUNCTION, in the working directory or in"
+    " one of PYTHONPATH), got 'path/rw.py:f'",
+    "--prompt-data p.jsonl@[0:2": "p.jsonl@[0:2: expected PATH@[START:STOP]*WEIGHT, got"
+    " ('p.jsonl@[0:2',)",
+    "--help rolout": "r3train explain rolout looks for a setting",
+}
+
+
+@pytest.mark.parametrize("words", WORDS)
+def test_a_wrong_word_is_answered_with_the_right_one(words):
+    assert " ".join(refused(*words.split()).split()).endswith(WORDS[words])
+
+
+# flags of a dry run -> the whole line; FILE is a file of this content, MODEL the checkpoint
+REFUSED: dict[str, tuple[tuple[str, ...], str | None, str]] = {
+    "a part beyond the end": (
+        ("--prompt-data", "PROMPTS@[100:200]"),
+        None,
+        "PROMPTS@[100:200]: holds no prompts: the file has 64 rows",
+    ),
+    "a pretty array": (
+        ("--prompt-data", "FILE"),
+        json.dumps([{"input": "cat"}], indent=1),
+        "FILE:1: JSON over several lines; expected one object per line",
+    ),
+    "an array in a line": (
+        ("--prompt-data", "FILE"),
+        '[{"input": "cat"}]',
+        "FILE:1: expected a JSON object per line, got list",
+    ),
+    "a directory of prompts": (
+        ("--prompt-data", "MODEL"),
+        None,
+        "MODEL: is a directory, expected a file of prompts (prompt_data)",
+    ),
+    "answers longer than the context": (
+        ("--rollout-max-response-len", "4096"),
+        None,
+        "rollout_max_response_len 4096 leaves no room for a prompt in max_position_embeddings 512 (MODEL)",
+    ),
+    "a checkpoint of a run as the model": (
+        ("--hf-checkpoint", "SAVED"),
+        None,
+        "SAVED: a checkpoint of --save, expected a Hugging Face one: r3train convert makes it",
+    ),
+    "a server that splits no heads": (
+        ("--sglang-tp-size", "3"),
+        None,
+        "--sglang-tp-size 3: the 4 attention heads of MODEL do not divide by it",
+    ),
+    "a server of no ranks": (
+        ("--sglang-tp-size", "0"),
+        None,
+        "--sglang-tp-size 0: expected a number from 1 up",
+    ),
+    "a share in percent": (
+        ("--sglang-mem-fraction-static", "80"),
+        None,
+        "--sglang-mem-fraction-static 80: expected a share above 0 and below 1",
+    ),
+    "a dtype that SGLang lacks": (
+        ("--sglang-dtype", "fp8"),
+        None,
+        "--sglang-dtype fp8: expected one of auto, half, float16, bfloat16, float, float32",
+    ),
+    "a learning rate that cannot be meant": (
+        ("--lr", "5"),
+        None,
+        "lr 5: a step of Adam moves every weight by about lr, expected below 1",
+    ),
+    "a misspelt key of an evaluation set": (
+        ("--config", "FILE"),
+        '[[eval.datasets]]\nname = "a"\npath = "p"\nn_sample = 3\n',
+        "FILE: [eval] datasets.0.n_sample: unknown key n_sample. Did you mean n_samples_per_eval_prompt?",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_dry_run_refuses_it_in_one_line(name, tiny, tmp_path):
+    flags, content, said = REFUSED[name]
+    places = {
+        "FILE": tmp_path / "given.jsonl",
+        "PROMPTS": tiny / "prompts.jsonl",
+        "MODEL": tiny / "model",
+        "SAVED": tmp_path / "saved",
+    }
+    places["SAVED"].mkdir()
+    (places["SAVED"] / "latest_checkpointed_iteration.txt").write_text("5")
+    if content is not None:
+        places["FILE"].write_text(content + REQUIRED * ("--config" in flags))
+
+    def placed(text: str) -> str:
+        for word, path in places.items():
+            text = text.replace(word, str(path))
+        return text
+
+    result = start(tiny, *map(placed, flags), "--dry-run")
+    assert result.exit_code == 2, result.output
+    assert result.output.partition("Error: ")[2].strip() == placed(said)
+
+
+REQUIRED = """
+[rollout]
+num_rollout = 1
+rollout_batch_size = 2
+rollout_max_response_len = 8
+"""
+# flags -> the last line of the dry run, which goes on
+WARNED = {
+    "--lr-warmup-iters 1000": "warning: lr_warmup_iters 1,000 is above the run's 60 optimizer steps: the"
+    " learning rate ends at 0.06 of lr: lower --lr-warmup-iters",
+    "--lr 0.1": "warning: lr 0.1 is high: a step of Adam moves every weight by about lr: usual are 1e-6 for"
+    " all weights and 1e-5 to 1e-4 for adapters",
+    "--rollout-batch-size 1000": "warning: a rollout of 1,000 prompts (--rollout-batch-size) takes each of"
+    " the 64 prompts 15.6 times: lower it, or give more prompts",
+    "--distributed-backend nccl": "warning: --distributed-backend nccl needs CUDA devices, and none is"
+    " visible here: take auto, or gloo on a CPU",
+    "--attention-backend te": "warning: --attention-backend te needs transformer_engine, which is not"
+    " installed here: take auto, or see r3train docs installation",
+}
+
+
+@pytest.fixture
+def on_a_cpu(monkeypatch):
+    monkeypatch.setattr("r3train.launch.limits.visible_gpus", lambda: 0)
+    monkeypatch.setattr("r3train.launch.limits.find_spec", lambda name: None)
+
+
+@pytest.mark.parametrize("flags", WARNED)
+def test_a_dry_run_warns_of_it_in_its_last_line(flags, tiny, on_a_cpu):
+    result = start(tiny, *flags.split(), "--dry-run")
+    assert result.exit_code == 0, result.output
+    assert result.output.rstrip().splitlines()[-1] == WARNED[flags]
+    assert "warning" not in start(tiny, "--dry-run").output
+
+
+@pytest.mark.parametrize("flags", list(WARNED)[-2:])
+def test_a_start_without_the_device_is_refused_before_the_server(
+    flags, tiny, tmp_path, on_a_cpu, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    result = start(tiny, *flags.split(), environment={"LOCAL_RANK": "0"})
+    assert result.exit_code == 2, result.output
+    assert result.output.rstrip().endswith(WARNED[flags].removeprefix("warning: "))
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ("trian --config tiny_cpu", "No such command 'trian'. Did you mean train?"),
+        (
+            "convert MODEL out",
+            "MODEL: a model (it has a config.json), expected a checkpoint of --save",
+        ),
+    ],
+)
+def test_a_wrong_command_is_refused(words, said, tiny):
+    model = str(tiny / "model")
+    result = CliRunner().invoke(main, words.replace("MODEL", model).split())
+    assert result.exit_code == 2
+    assert result.output.rstrip().endswith(said.replace("MODEL", model))
+
+
+def test_the_doctor_counts_the_ranks_that_a_recipe_needs(tiny):
+    flags = ("--hf-checkpoint", str(tiny / "model"), "--prompt-data", str(tiny / "prompts.jsonl"))
+    output = CliRunner().invoke(main, ["doctor", "--config", "tiny_cpu", *flags]).output
+    assert "configuration: its rules hold for 2 rank(s)" in output
