@@ -1,7 +1,10 @@
 """A model that may search the documents of its row before it answers; --rm-type scores the answer.
 
     PYTHONPATH=examples/tools r3train train ... \
-        --environment search_tool:SearchTool --apply-chat-template --rm-type f1
+        --environment search_tool:SearchTool --apply-chat-template --rm-type boxed_f1
+
+The reward reads the box alone: the text of an episode holds the calls and the documents too.  laptop.toml does this
+on a CPU, with the rows of questions.jsonl.
 
 A row holds its documents, as questions over several documents do:
 

@@ -260,8 +260,9 @@ def _save_tokenizer(directory: Path, vocab_size: int, task: list[str]) -> None:
     ).save_pretrained(directory)
 
 
-# a role's name, the content and <eos>, which also ends an answer
+# the tools, then of each message a role's name, the content and <eos>, which also ends an answer
 CHAT_TEMPLATE = (
+    "{% if tools %}<tools>{{ tools | tojson }}<eos>{% endif %}"
     "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}<eos>{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )

@@ -74,6 +74,12 @@ RULES = (
     ),
     Rule(r"make ", Kind.LONG),
     Rule(
+        r"r3train (make-tiny-model|train) .*runs/tools-|.*r3train train .*tools/laptop\.toml",
+        Kind.ELSEWHERE,
+        "have a test of the whole way",
+        "tests/e2e/test_tools_laptop.py::test_the_laptops_model_calls_the_tool_and_boxes_what_it_has_read",
+    ),
+    Rule(
         r"r3train train .*tiny_sft",
         Kind.ELSEWHERE,
         "has a test with a checkpoint and conversations of its own",
