@@ -85,10 +85,11 @@ def load_conversations(
         texts = text[: spans[0][0]], text[spans[0][0] :]
         samples.append(_sample(record.index, named, texts, token_ids, mask))
     if overlong:
-        text = f"{len(overlong):,} of {len(overlong) + len(samples):,} conversations, which are too long"
+        count, first = len(overlong), overlong[0]
         if not samples:
-            raise ValueError(f"{file.path}: nothing is left without {text}: {overlong[0]}")
-        note(f"{file.path}: dropped {text}; the first: {overlong[0]}")
+            raise ValueError(f"{file.path}: all {count:,} conversations are too long: {first}")
+        text = f"{count:,} of {count + len(samples):,} conversations, which are too long"
+        note(f"{file.path}: dropped {text}; the first: {first}")
     if not samples:
         raise ValueError(f"{file.path}: holds no conversations")
     return samples

@@ -82,13 +82,10 @@ def load_prompts(
             )
         )
     if overlong:
-        text = (
-            f"{len(overlong):,} of {len(overlong) + len(prompts):,} prompts above {most:,}"
-            f" tokens ({limit_name}; longest {max(overlong):,})"
-        )
+        count, limit = len(overlong), f"{most:,} tokens ({limit_name}; longest {max(overlong):,})"
         if not prompts:
-            raise ValueError(f"{file.path}: nothing is left without {text}")
-        note(f"{file.path}: dropped {text}")
+            raise ValueError(f"{file.path}: all {count:,} prompts are above {limit}")
+        note(f"{file.path}: dropped {count:,} of {count + len(prompts):,} prompts above {limit}")
     if not prompts:
         raise ValueError(_no_prompts(file))
     return prompts

@@ -37,8 +37,8 @@ def family_conflicts(hf: HfModelFacts) -> Iterator[str]:
         return
     if family is None:
         yield (
-            f"{where}: model_type {hf.model_type!r} was not verified against transformers, and would"
-            f" be trained wrongly without a word; verified: {', '.join(sorted(FAMILIES))}"
+            f"{where}: model_type {hf.model_type!r} was not verified against transformers, and might"
+            f" silently be trained wrongly; verified: {', '.join(sorted(FAMILIES))}"
             " (r3train docs extending tells how to add a family)"
         )
         return

@@ -174,7 +174,7 @@ def test_prompts_that_are_too_long_are_dropped_and_told_of_once(tmp_path):
     limit = (3, "the limit's name")
     assert [prompt.index for prompt in load(path, told=told, limit=limit)] == [0, 3]
     assert told == [f"{path}: dropped 2 of 4 prompts above 3 tokens (the limit's name; longest 5)"]
-    with pytest.raises(ValueError, match="nothing is left without 2 of 2 prompts above 3 tokens"):
+    with pytest.raises(ValueError, match="all 2 prompts are above 3 tokens"):
         load(path, rows=(1, 3), told=told, limit=limit)
 
 
