@@ -21,7 +21,7 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
     """Add the pages of files that are linked to."""
     pages = [file for file in files if file.is_documentation_page()]
     linked = {path for file in pages for path in _outside(file.src_uri, file.content_string)}
-    for path in sorted(linked):
+    for path in sorted(path for path in linked if (ROOT / path).is_file()):
         text = f"# {path}\n\n```{Path(path).suffix[1:]}\n{(ROOT / path).read_text()}```\n"
         page = File.generated(config, f"files/{path}.md", content=text)
         page.inclusion = InclusionLevel.NOT_IN_NAV
@@ -30,10 +30,9 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Lead links out of docs/ to these pages."""
-    for path in _outside(page.file.src_uri, markdown):
-        up = "../" * page.file.src_uri.count("/")
-        markdown = markdown.replace(f"]({up}../{path}", f"]({up}files/{path}.md")
-    return markdown
+    out = "../" * (page.file.src_uri.count("/") + 1)
+    there = lambda link: f"]({out[3:]}files/{link['path']}.md" if link["up"] == out else link[0]
+    return LINK.sub(there, markdown)
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
