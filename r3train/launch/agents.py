@@ -33,6 +33,7 @@ from r3train.launch.job import Job, stop_token_ids
 from r3train.types import Prompt, RolloutSample
 from r3train.user_code import import_user_code
 
+_LONG = 1 << 20  # tokens
 SESSIONS_FILE = "sessions.jsonl"
 
 
@@ -107,7 +108,9 @@ def rehearse(config: RunConfig, hf: HfModelFacts, tokenizer: Any) -> tuple[str, 
     def fail(error: BaseException) -> None:
         raise error
 
-    session = Session(replace(shared, parse=parse), generate, prompt, 0, fail=fail)
+    # the template is tried, not the lengths of a run
+    unbounded = replace(shared, parse=parse, sampling=SamplingParams(_LONG), max_context_len=_LONG)
+    session = Session(unbounded, generate, prompt, 0, fail=fail)
 
     async def play() -> None:
         messages: list[dict[str, Any]] = [{"role": "user", "content": "Look."}]

@@ -1,0 +1,48 @@
+"""The samples of an episode share one reward, which is asked for once, of its last sample."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from tests.unit.generation.session_play import Play, user
+
+from r3train.algo.reward_stats import group_stats
+from r3train.algo.trajectories import episode_rewards, validate_trajectories
+from r3train.generation.buffer import Group
+from r3train.generation.group_scorer import GroupScorer
+
+
+def session(number: int, roots: int) -> list:
+    play = Play(seed=number)
+    for root in range(roots):
+        asyncio.run(play.ask([user(f"go {root}")]))
+    return [
+        replace(s, sample_id=s.sample_id + 64 * number, trajectory_id=64 * number)
+        for s in play.session.samples()
+    ]
+
+
+@pytest.mark.parametrize("own", [None, 0.25])
+def test_all_samples_of_a_session_have_the_reward_of_its_last_one(own):
+    asked = []
+
+    async def score(sample) -> float:
+        asked.append(sample)
+        return 0.5
+
+    samples = session(1, roots=3)
+    group = Group(0, samples[0].prompt)
+    found = asyncio.run(GroupScorer(score=score)(group, 2, samples, own, 4))
+    assert [reward for _, reward in found[2]] == [own or 0.5] * 3
+    assert asked == ([samples[-1]] if own is None else [])
+
+
+def test_a_session_counts_once_however_many_samples_it_has():
+    one, five = session(1, roots=1), session(2, roots=5)
+    validate_trajectories([*one, *five])
+    rewards = [*((s, 1.0) for s in one), *((s, 0.0) for s in five)]
+    assert episode_rewards(rewards).tolist() == [1.0, 0.0]
+    assert group_stats(np.array([episode_rewards(rewards)])).mean == 0.5

@@ -1,0 +1,127 @@
+"""An agent is tried before a server starts: its function, its parser, its template, the room for its samples."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.e2e.tool_calculator import TEMPLATE
+
+from r3train.chat.base import Parsed
+from r3train.config import RunConfig
+from r3train.config.cross_checks import check_longest_chain
+from r3train.config.hf_facts import read_hf_facts
+from r3train.config.sources import ConfigError
+from r3train.data.tokenizer import load_tokenizer
+from r3train.launch.agents import rehearse
+from r3train.loop.step_metrics import agent_metrics
+from r3train.observe.metric_table import row_of
+from r3train.verify.tiny import build, TinyOptions
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("tiny")
+    build(directory, TinyOptions(), force=True)
+    file = directory / "model" / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": TEMPLATE}))
+    return directory / "model"
+
+
+async def agent(task) -> None: ...
+
+
+def not_async(task) -> None: ...
+
+
+def parse(text, tools) -> Parsed:
+    return Parsed(text)
+
+
+HERE = "tests.unit.launch.test_agents"
+
+
+def rehearsed(model: Path, template: str | None = None, **settings) -> tuple[str, ...]:
+    given = {"agent": f"{HERE}:agent", "agent_tool_call_parser": "none"} | settings
+    config = RunConfig.from_toml(
+        "configs/tiny_cpu.toml",
+        {"apply_chat_template": True, "hf_checkpoint": str(model), **given},
+    )
+    tokenizer = load_tokenizer(model)
+    if template is not None:
+        tokenizer.chat_template = template
+    return rehearse(config, read_hf_facts(model), tokenizer)
+
+
+def test_three_turns_of_an_agent_are_rehearsed_and_shown(model):
+    (line,) = rehearsed(model)
+    assert line.startswith(f"--agent {HERE}:agent: three turns are 1 sample of ")
+    assert line.endswith("history append, arguments as a table")
+    (line,) = rehearsed(model, agent_tool_call_parser=f"{HERE}:parse", agent_history="template")
+    assert "history template" in line
+
+
+WITHOUT_TOOLS = TEMPLATE.replace(
+    "{{ m.content }}", "{% if m.role != 'tool' %}{{ m.content }}{% endif %}"
+)
+CHANGES = TEMPLATE.replace(
+    "{{ m.content }}", "{{ m.content }}{% if not loop.last %}{{ loop.index }}{% endif %}"
+)
+
+
+def test_a_template_without_answers_of_tools_is_said_and_one_that_rewrites_is_refused(model):
+    (line,) = rehearsed(model, WITHOUT_TOOLS)
+    assert (
+        "no tools: no answer of a tool can follow its call: the chat template does not write"
+        in line
+    )
+    with pytest.raises(ValueError, match="no turn can follow an answer"):
+        rehearsed(model, CHANGES)
+
+
+@pytest.mark.parametrize(
+    "settings, said",
+    [
+        ({"agent": f"{HERE}:not_async"}, "--agent .*:not_async: expected an async function"),
+        ({"agent": f"{HERE}:nothing"}, "--agent .*:nothing: .* has no nothing"),
+        (
+            {"agent": None, "agent_command": "no-such-harness -x"},
+            "no-such-harness -x: no such command",
+        ),
+        ({"agent_tool_call_parser": "unheard_of"}, "--agent-tool-call-parser unheard_of"),
+        (
+            {"agent_tool_call_parser": f"{HERE}:nothing"},
+            "--agent-tool-call-parser .* has no nothing",
+        ),
+    ],
+)
+def test_an_agent_or_a_parser_that_cannot_be_used_is_refused(settings, said, model):
+    with pytest.raises(ValueError, match=said):
+        rehearsed(model, **settings)
+
+
+def test_the_longest_chain_of_an_agent_fits_a_microbatch(model):
+    flags = {"hf_checkpoint": str(model), "rollout_max_context_len": 200, "max_tokens_per_gpu": 199}
+    config, hf = RunConfig.from_toml("configs/tiny_cpu.toml", flags), read_hf_facts(model)
+    with pytest.raises(ConfigError, match="= 199 is below rollout_max_context_len 200"):
+        check_longest_chain(config, hf)
+    room = config.trainer.model_copy(update={"max_tokens_per_gpu": 200})
+    check_longest_chain(config.model_copy(update={"trainer": room}), hf)
+
+
+def test_the_numbers_of_a_step_are_of_the_sessions_that_ended_in_it():
+    before = {"sessions": 4, "calls": 9, "roots": 4, "prompt_again": 0, "tokens": 100}
+    before |= {"seconds": 8.0, "called_s": 8.0, "session_s_max": 3.0}
+    now = {"sessions": 6, "calls": 15, "roots": 7, "forks": 1, "prompt_again": 50, "tokens": 300}
+    now |= {"seconds": 12.0, "called_s": 9.0, "session_s_max": 3.0, "ignored_seed": 2}
+    found = agent_metrics(now, before)
+    assert (found["agent/sessions"], found["agent/calls_mean"], found["agent/roots_mean"]) == (
+        2,
+        3,
+        1.5,
+    )
+    assert found["agent/reprompted_share"] == 0.25 and found["agent/harness_s_share"] == 0.75
+    assert found["agent/ignored_seed"] == 2 and found["agent/session_s_mean"] == 2.0
+    assert all(row_of(key) is not None for key in found)
+    assert agent_metrics(now, now) == agent_metrics({}, {}) == {}
