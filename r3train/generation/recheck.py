@@ -138,6 +138,8 @@ class Rechecking:
         first = part.first
         if first is None or (first.weight_version != version and not self.versions_stay):
             return
+        if first.rows_start >= sample.num_tokens - 1:  # of an agent's sample that was cut before it
+            return
         if place in self.chosen(group.group_id):
             request = replace(first, sample_id=sample.sample_id, token_ids=sample.token_ids)
             name: RecheckPart = "last" if first.rows_start else "whole"

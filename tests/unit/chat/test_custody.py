@@ -13,6 +13,7 @@ from tests.unit.generation.session_play import Play, user
 
 from r3train.audit.evidence_schema import SESSIONS
 from r3train.chat.custody import custody_of_samples, problems
+from r3train.loop.rollout_file import read_samples, write_samples
 from r3train.proof.custody_verdict import CustodyRecord, judge_custody
 from r3train.proof.judge import StepVerdict
 from r3train.types import RolloutSample
@@ -120,3 +121,10 @@ def test_a_step_whose_custody_failed_has_failed_and_says_so():
     kind, text = verdict.failed_claim()
     assert kind == "replay" and "R3 check failed at step 3:\n  custody: sample 641: tokens" in text
     assert replace(verdict, custody=None).passed
+
+
+def test_the_custody_of_a_session_survives_a_file(tmp_path):
+    write_samples(tmp_path / "s", [(sample, 1.0) for sample in session()], {})
+    samples = [sample for sample, _ in read_samples(tmp_path / "s")[0]]
+    [custody] = custody_of_samples(samples)
+    assert list(problems(custody)) == [] and len(custody.calls) == 3

@@ -16,7 +16,11 @@ from r3train.chat.base import AgentFailed
 from r3train.config.agent_settings import AgentSection
 from r3train.engine.backend import SamplingParams
 from r3train.generation.agent_episode import AgentEpisode, Agents
+from r3train.generation import stitch
+from r3train.generation.buffer import Group
+from r3train.generation.counts import Counts
 from r3train.generation.producer import Producer
+from r3train.generation.recheck import Rechecking, Unbroken
 from r3train.generation.rollout_task import Asking, Episodes
 from r3train.types import RolloutSample
 
@@ -26,6 +30,15 @@ OWN = 6  # tokens of an answer
 
 async def ask(access: Access, *messages: dict) -> dict:
     return await ask_for(access, *messages, max_tokens=OWN)
+
+
+class Rechecks:
+    """Servers that are never done with a recheck."""
+
+    num_servers = 0
+
+    async def recheck(self, request, part, server=None):
+        await asyncio.Event().wait()
 
 
 class Doors(Door):
@@ -206,3 +219,23 @@ def test_agents_that_always_fail_end_the_run():
     with producer_of(engine_of(), fails) as producer:
         with pytest.raises(ValueError, match="sample .*--agent m:f failed: no container"):
             producer.next_batch(0)
+
+
+@pytest.mark.parametrize("left_out", [0, 1])
+def test_the_part_of_an_answer_that_nobody_took_is_not_rechecked(left_out):
+    """The sample was cut before the answer, from whose request on its last version had computed it."""
+
+    async def begun() -> int:
+        rechecking = Rechecking(rollout_section(), 1.0, Counts())
+        await rechecking.open(Rechecks(), [], SamplingParams(9), 0)
+        sample = stitch.begin(prompt_for(3), sample_id=0, group_id=0)
+        sample = stitch.observe(sample, [5] * 4)
+        part = Unbroken()
+        part.first = stitch.next_request(sample, SamplingParams(9), weight_version=0)
+        part.first = replace(part.first, rows_start=sample.num_tokens - 2 + left_out)
+        rechecking.finished(Group(0, sample.prompt), 0, sample, part, 0)
+        found = len(rechecking.under_way)
+        await rechecking.close()
+        return found
+
+    assert asyncio.run(begun()) == 1 - left_out
