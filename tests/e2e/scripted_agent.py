@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
+import os
+from pathlib import Path
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +15,11 @@ from openai import AsyncOpenAI
 from r3train.chat.base import AgentTask, Parsed
 
 TURNS = 3
+# Of the sessions of a run the first so many make its first step.  Later ones go on after their first turn when the
+# file that this variable names has a line: when the first weight update has passed.
+OF_FIRST_STEP = 16
+WAITS_FOR = "SCRIPTED_AGENT_WAITS_FOR"
+_numbers = itertools.count()
 TOOLS = [{"type": "function", "function": {"name": "make", "parameters": {}}}]
 
 
@@ -28,6 +36,7 @@ async def run(task: AgentTask) -> float:
     client = AsyncOpenAI(base_url=task.base_url, api_key=task.key, max_retries=0)
     messages: list[dict[str, Any]] = [{"role": "user", "content": task.prompt}]
     words: list[str] = []
+    number = next(_numbers)
     for _ in range(TURNS):
         answer = await client.chat.completions.create(
             model="r3", messages=messages, tools=TOOLS, max_tokens=6, temperature=0.2
@@ -35,13 +44,18 @@ async def run(task: AgentTask) -> float:
         message = answer.choices[0].message
         words += (message.content or "").split()
         messages.append(message.model_dump(exclude_none=True))
-        await asyncio.sleep(0.2)  # updates come between the turns
+        while number >= OF_FIRST_STEP and not _has_line(Path(os.environ[WAITS_FOR])):
+            await asyncio.sleep(0.1)
         for call in message.tool_calls or ():
             said = json.loads(call.function.arguments)["a"]
             messages.append({"role": "tool", "tool_call_id": call.id, "content": said})
         if not message.tool_calls:
             messages.append({"role": "user", "content": "please name some fruits"})
     return words.count(words[0]) / len(words) if words else 0.0
+
+
+def _has_line(file: Path) -> bool:
+    return file.exists() and b"\n" in file.read_bytes()
 
 
 async def branching(task: AgentTask) -> float:

@@ -9,7 +9,7 @@ import sys
 import pytest
 from tests.e2e import jobs
 from tests.e2e.command_agent import FAILS
-from tests.e2e.scripted_agent import TURNS
+from tests.e2e.scripted_agent import TURNS, WAITS_FOR
 from tests.e2e.tool_calculator import use_template
 
 from r3train.audit.audit_run import audit_run
@@ -42,7 +42,10 @@ def flags_of(task, *agent: str) -> list[str]:
 
 
 @pytest.mark.parametrize("agent", ["run", "branching"])
-def test_a_job_trains_on_sessions_with_updates_between_their_turns(agent, task, tmp_path):
+def test_a_job_trains_on_sessions_with_updates_between_their_turns(
+    agent, task, tmp_path, monkeypatch
+):
+    monkeypatch.setenv(WAITS_FOR, str(tmp_path / "run" / "metrics.jsonl"))
     named = ["--agent", f"tests.e2e.scripted_agent:{agent}"]
     named += ["--agent-tool-call-parser", "tests.e2e.scripted_agent:first_word_is_a_call"]
     job = jobs.run(tmp_path / "run", *flags_of(task, *named))
