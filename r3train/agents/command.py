@@ -33,7 +33,7 @@ async def run_command(
 ) -> Reward | None:
     """Run a harness to its end; returns the reward that it wrote, None if it wrote none.
 
-    It runs in ``directory / "work"`` with ``access`` as OpenAI's variables, ``task`` in R3TRAIN_TASK_FILE
+    It runs in ``directory / "work"`` with ``access`` as OpenAI's and Anthropic's variables, ``task`` in R3TRAIN_TASK_FILE
     (JSON: what the harness may know, so no label), and the run's environment without secrets; ``env_names``
     names further variables.  Raises AgentFailed, with its last lines, for a command that ends with another
     code than 0, takes longer than ``timeout_s`` or writes a reward that is none.  When this returns or
@@ -48,6 +48,8 @@ async def run_command(
         "OPENAI_BASE_URL": access.base_url,
         "OPENAI_API_BASE": access.base_url,
         "OPENAI_API_KEY": access.key,
+        "ANTHROPIC_BASE_URL": access.base_url.removesuffix("/v1"),
+        "ANTHROPIC_API_KEY": access.key,
         "R3TRAIN_TASK_FILE": str(task_file),
         "R3TRAIN_REWARD_FILE": str(reward_file),
         "OPENAI_AGENTS_DISABLE_TRACING": "1",  # traces would go to OpenAI, with the key

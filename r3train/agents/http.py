@@ -15,7 +15,7 @@ import orjson
 from aiohttp import web
 
 from r3train.agents.reward import Reward, read_reward
-from r3train.chat import openai
+from r3train.chat import anthropic, openai
 from r3train.chat.base import ChatAnswer, ChatRefused, ChatRequest
 from r3train.chat.openai import ChatCall
 
@@ -109,6 +109,7 @@ class Door:
     async def _listening(self) -> web.AppRunner:
         app = web.Application(client_max_size=_BODY_BYTES)
         app.router.add_post("/v1/chat/completions", partial(self._guarded, openai, self._chat))
+        app.router.add_post("/v1/messages", partial(self._guarded, anthropic, self._chat))
         app.router.add_get("/v1/models", partial(self._guarded, openai, self._models))
         app.router.add_post("/v1/r3train/reward", partial(self._guarded, openai, self._reward))
         app.router.add_route("*", "/{path:.*}", partial(self._guarded, openai, self._nothing))
@@ -274,7 +275,8 @@ class Door:
         raise ChatRefused(
             404,
             "not_found",
-            f"{request.method} {request.path[:200]}: there is POST /v1/chat/completions and GET /v1/models",
+            f"{request.method} {request.path[:200]}: there is POST /v1/chat/completions, POST /v1/messages"
+            " and GET /v1/models",
         )
 
 
@@ -287,15 +289,15 @@ async def _answered(
     """
     try:
         given, commit = await answer(asked.request)
+        if asked.stream:
+            return dialect.answer_events(given, asked), "text/event-stream", commit
+        return dialect.answer_json(given, asked), "application/json", commit
     except ChatRefused:
         raise
     except Exception as error:
         logger.exception("an answer failed")
         text = f"the answer failed: {type(error).__name__}; the run's log says more"
         raise ChatRefused(400, "answer_failed", text) from None
-    if asked.stream:
-        return dialect.answer_events(given, asked), "text/event-stream", commit
-    return dialect.answer_json(given, asked), "application/json", commit
 
 
 def _succeeded(task: asyncio.Task) -> bool:

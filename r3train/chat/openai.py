@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,15 +76,15 @@ def read_request(body: bytes, retry_header: str | None = None) -> ChatCall:
     model = fields.get("model")
     if not isinstance(model, (str, type(None))):
         raise _refused(f"model {quoted(model)}: expected text")
-    bounds = [_positive(fields, name) for name in ("max_completion_tokens", "max_tokens")]
+    bounds = [count_of(fields, name) for name in ("max_completion_tokens", "max_tokens")]
     request = ChatRequest(
         messages=checked_messages(fields.get("messages")),
         digest=digest_of(body),
         tools=checked_tools(fields.get("tools")),
         max_tokens=min((bound for bound in bounds if bound is not None), default=None),
         stop=stop_texts(fields.get("stop"), "stop"),
-        retry=_retries(retry_header),
-        ignored=_ignored(fields),
+        retry=retries_of(retry_header),
+        ignored=ignored_fields(fields, _IGNORED, _OTHERS | _REFUSED.keys()),
     )
     return ChatCall(
         request,
@@ -157,7 +157,8 @@ def switch(fields: dict[str, Any], name: str) -> bool:
     return bool(value)
 
 
-def _positive(fields: dict[str, Any], name: str) -> int | None:
+def count_of(fields: dict[str, Any], name: str) -> int | None:
+    """A field that is a whole number of at least 1 or absent; raises ChatRefused (400)."""
     value = fields.get(name)
     if value is None:
         return None
@@ -166,16 +167,22 @@ def _positive(fields: dict[str, Any], name: str) -> int | None:
     return value
 
 
-def _retries(header: str | None) -> int:
+def retries_of(header: str | None) -> int:
     """The client's count of its retries; what is no number is no mark."""
     return int(header) if header and len(header) < 5 and header.isdecimal() else 0
 
 
-def _ignored(fields: dict[str, Any]) -> tuple[str, ...]:
+def ignored_fields(
+    fields: dict[str, Any], ignored: dict[str, tuple[Any, ...]], known: Collection[str]
+) -> tuple[str, ...]:
+    """The names of fields that ask for what has no effect; "other" for those that no dialect knows.
+
+    ignored: their names, with the values that ask for nothing.  known: names of all others.
+    """
     names = [
-        name for name, harmless in _IGNORED.items() if not _is_one_of(fields.get(name), harmless)
+        name for name, harmless in ignored.items() if not _is_one_of(fields.get(name), harmless)
     ]
-    known = _OTHERS | _REFUSED.keys() | _IGNORED.keys()
+    known = {*known, *ignored}
     if any(value is not None for name, value in fields.items() if name not in known):
         names.append("other")
     return tuple(names)

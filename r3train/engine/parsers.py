@@ -5,11 +5,12 @@ Importing them takes seconds and 0.2 GB: nothing here does before a parser is as
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
+
+import orjson
 
 from r3train.chat.base import Parse, Parsed
 from r3train.user_code import find_user_code, quoted, running_user_code
@@ -129,8 +130,8 @@ def _calls(name: str, tokenizer: Any) -> Parse:
 
 
 def _is_call(call: dict[str, Any]) -> bool:
-    """True for a name with a JSON object of arguments."""
-    return bool(call["name"]) and isinstance(json.loads(call["arguments"]), dict)
+    """True for a name with a JSON object of arguments, as every client reads it: no NaN, no half of a pair."""
+    return bool(call["name"]) and isinstance(orjson.loads(call["arguments"]), dict)
 
 
 def _users(name: str, function: Any, text: str, tools: Sequence[dict[str, Any]]) -> Parsed:
@@ -138,4 +139,9 @@ def _users(name: str, function: Any, text: str, tools: Sequence[dict[str, Any]])
         parsed = function(text, tools)
         if not isinstance(parsed, Parsed):
             raise ValueError(f"returned {quoted(parsed)}, expected a Parsed")
+        for call in parsed.calls:
+            if not _is_call(call):
+                raise ValueError(
+                    f"returned the call {quoted(call)}, expected a name with arguments as a JSON object's text"
+                )
     return parsed

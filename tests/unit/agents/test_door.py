@@ -285,6 +285,27 @@ async def test_requests_that_wait_are_refused_at_the_end():
     assert len(script.requests) == 1
 
 
+async def test_anthropics_clients_are_answered_in_their_form():
+    script = Script(_MESSAGES[1], ChatRefused(400, "context_length_exceeded", "too long"))
+    async with opened(script) as (door, access):
+        body = {"model": "m", "max_tokens": 9, "system": "be", "messages": _ASK}
+        headers = {"Authorization": "", "x-api-key": access.key}
+        status, answer = await _post(access, orjson.dumps(body), path="/messages", headers=headers)
+        assert status == 200 and answer["stop_reason"] == "tool_use"
+        assert [block["type"] for block in answer["content"]] == [
+            "thinking",
+            "tool_use",
+            "tool_use",
+        ]
+        assert await _post(access, orjson.dumps(body), retry=1, path="/messages") == (200, answer)
+        status, answer = await _post(access, orjson.dumps(body), path="/messages")
+        assert status == 400 and answer["error"]["message"].startswith("prompt is too long")
+        status, answer = await _post(access, b"[]", path="/messages")
+        assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
+    assert [request.messages[0]["role"] for request in script.requests] == ["system"] * 2
+    assert script.told == [(0, True)]
+
+
 async def test_models_are_listed():
     async with opened(Script()) as (_, access):
         assert [model.id async for model in _client(access).models.list()] == ["r3train"]

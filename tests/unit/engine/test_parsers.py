@@ -71,6 +71,12 @@ def _read(parsed: Parsed):
         ("qwen25", "none", "<tool_call>\nno call\n</tool_call>", None),
         ("qwen25", "none", '<tool_call>\n{"name": "add", "arguments": [1]}\n</tool_call>', None),
         ("qwen25", "none", "<tool_call>", None),
+        (
+            "qwen25",
+            "none",
+            '<tool_call>\n{"name": "add", "arguments": {"a": NaN}}\n</tool_call>',
+            None,
+        ),
     ],
 )
 def test_a_text_is_read(calls, reasoning, text, expected):
@@ -102,6 +108,10 @@ def users(text, tools):
 
 def wrong(text, tools):
     return text
+
+
+def no_arguments(text, tools):
+    return Parsed(text, None, ({"name": "add", "arguments": "[1]"},))
 
 
 def raises(text, tools):

@@ -1,0 +1,215 @@
+"""Anthropic's dialect: bodies of /v1/messages read, answers and errors written."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from typing import Any
+
+import orjson
+
+from r3train.chat.base import ChatAnswer, ChatRefused, ChatRequest, Message
+from r3train.chat.messages import checked_messages, checked_tools
+from r3train.chat.openai import (
+    ChatCall,
+    count_of,
+    digest_of,
+    ignored_fields,
+    json_object,
+    retries_of,
+    stop_texts,
+    switch,
+)
+from r3train.user_code import quoted
+
+_IGNORED: dict[str, tuple[Any, ...]] = {
+    "temperature": (None,),
+    "top_p": (None,),
+    "top_k": (None,),
+    "tool_choice": (None, {"type": "auto"}),
+    "thinking": (None,),
+}
+_OTHERS = frozenset(
+    "model messages system tools max_tokens stop_sequences stream metadata service_tier".split()
+)
+_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
+_ERRORS |= {413: "request_too_large"}
+
+
+def read_request(body: bytes, retry_header: str | None = None) -> ChatCall:
+    """Read a body of /v1/messages; raises ChatRefused (400) with one line for the client.
+
+    retry_header: the value of x-stainless-retry-count, with which Anthropic's clients mark their retries.
+    """
+    fields = json_object(body)
+    model = fields.get("model")
+    if not isinstance(model, (str, type(None))):
+        raise _refused(f"model {quoted(model)}: expected text")
+    request = ChatRequest(
+        messages=checked_messages(_messages(fields)),
+        digest=digest_of(body),
+        tools=checked_tools(_tools(fields.get("tools"))),
+        max_tokens=count_of(fields, "max_tokens"),
+        stop=stop_texts(fields.get("stop_sequences"), "stop_sequences"),
+        retry=retries_of(retry_header),
+        ignored=ignored_fields(fields, _IGNORED, _OTHERS),
+    )
+    return ChatCall(request, model=model or "r3train", stream=switch(fields, "stream"))
+
+
+def answer_json(answer: ChatAnswer, call: ChatCall) -> bytes:
+    """An answer as the body that Anthropic's API gives."""
+    ends = {"content": list(_blocks(answer)), "stop_reason": _REASONS[answer.finish_reason]}
+    return orjson.dumps(_head(answer, call) | ends)
+
+
+def answer_events(answer: ChatAnswer, call: ChatCall) -> bytes:
+    """A whole answer as server-sent events: its beginning, each block in one piece, its end."""
+    return b"".join(
+        b"event: %s\ndata: %s\n\n" % (event["type"].encode(), orjson.dumps(event))
+        for event in _events(answer, call)
+    )
+
+
+def error_json(refused: ChatRefused) -> bytes:
+    """A refusal in the form of Anthropic's errors."""
+    kind = _ERRORS.get(refused.status, "invalid_request_error")
+    if refused.status >= 500:
+        kind = "api_error"
+    text = str(refused)
+    if refused.code == "context_length_exceeded":
+        text = f"prompt is too long: {text}"  # clients go by these words
+    return orjson.dumps({"type": "error", "error": {"type": kind, "message": text}})
+
+
+def _messages(fields: dict[str, Any]) -> list[Message]:
+    """The messages in OpenAI's form, the system's first."""
+    given = fields.get("messages")
+    if not isinstance(given, list):
+        raise _refused(f"messages {quoted(given)}: expected a list of messages")
+    made: list[Message] = []
+    if fields.get("system"):
+        made.append({"role": "system", "content": fields["system"]})
+    for index, message in enumerate(given):
+        where = f"messages[{index}]"
+        role = message.get("role") if isinstance(message, dict) else None
+        if role not in ("user", "assistant"):
+            raise _refused(f"{where} {quoted(message)}: expected a table of role user or assistant")
+        blocks = message.get("content")
+        if isinstance(blocks, str):
+            blocks = [{"type": "text", "text": blocks}]
+        if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
+            raise _refused(f"{where}.content {quoted(blocks)}: expected text or a list of blocks")
+        made += _users(blocks, where) if role == "user" else [_assistants(blocks, where)]
+    return made
+
+
+def _users(blocks: list[dict[str, Any]], where: str) -> Iterator[Message]:
+    """Results of tools as messages of their own, and the text between them."""
+    texts: list[dict[str, Any]] = []
+    for block in blocks:
+        if block.get("type") != "tool_result":
+            texts.append(block)  # what is no text is refused with its type
+            continue
+        if texts:
+            yield {"role": "user", "content": texts}
+            texts = []
+        if not isinstance(block.get("tool_use_id"), str):
+            raise _refused(
+                f"{where}: a tool_result with tool_use_id {quoted(block.get('tool_use_id'))}"
+            )
+        yield {
+            "role": "tool",
+            "content": block.get("content"),
+            "tool_call_id": block["tool_use_id"],
+        }
+    if texts or not blocks:
+        yield {"role": "user", "content": texts}
+
+
+def _assistants(blocks: list[dict[str, Any]], where: str) -> Message:
+    made: Message = {"role": "assistant", "content": [], "tool_calls": []}
+    thoughts: list[str] = []
+    for block in blocks:
+        kind = block.get("type")
+        if kind == "tool_use":
+            if not isinstance(block.get("input"), dict):
+                raise _refused(f"{where}: a tool_use with input {quoted(block.get('input'))}")
+            function = {"name": block.get("name"), "arguments": block["input"]}
+            made["tool_calls"].append({"id": block.get("id"), "function": function})
+        elif kind == "thinking":
+            if not isinstance(block.get("thinking"), str):
+                raise _refused(f"{where}: a thinking block {quoted(block)}: expected text")
+            thoughts.append(block["thinking"])
+        elif kind != "redacted_thinking":
+            made["content"].append(block)
+    if thoughts:
+        made["reasoning_content"] = "\n".join(thoughts)
+    return made
+
+
+def _tools(given: Any) -> Any:
+    """Tools in OpenAI's form; those that Anthropic's servers run are refused."""
+    if not isinstance(given, list):
+        return given
+    made = []
+    for index, tool in enumerate(given):
+        if not isinstance(tool, dict) or tool.get("type") not in (None, "custom"):
+            raise _refused(f"tools[{index}] {quoted(tool)}: expected a tool of the client's own")
+        function = {"name": tool.get("name"), "parameters": tool.get("input_schema")}
+        if isinstance(tool.get("description"), str):
+            function["description"] = tool["description"]
+        made.append({"type": "function", "function": function})
+    return made
+
+
+def _head(answer: ChatAnswer, call: ChatCall) -> dict[str, Any]:
+    return {
+        "id": f"msg_{secrets.token_hex(12)}",
+        "type": "message",
+        "role": "assistant",
+        "model": call.model,
+        "content": [],
+        "stop_reason": None,
+        "stop_sequence": None,
+        "usage": {"input_tokens": answer.prompt_tokens, "output_tokens": answer.completion_tokens},
+    }
+
+
+def _blocks(answer: ChatAnswer) -> Iterator[dict[str, Any]]:
+    message = answer.message
+    if message.get("reasoning_content"):
+        yield {"type": "thinking", "thinking": message["reasoning_content"], "signature": ""}
+    if message.get("content"):
+        yield {"type": "text", "text": message["content"]}
+    for call in message.get("tool_calls") or ():
+        function = call["function"]
+        arguments = orjson.loads(function["arguments"])
+        yield {"type": "tool_use", "id": call["id"], "name": function["name"], "input": arguments}
+
+
+def _events(answer: ChatAnswer, call: ChatCall) -> Iterator[dict[str, Any]]:
+    yield {"type": "message_start", "message": _head(answer, call)}
+    for index, block in enumerate(_blocks(answer)):
+        empty, delta = _parts(block)
+        yield {"type": "content_block_start", "index": index, "content_block": empty}
+        yield {"type": "content_block_delta", "index": index, "delta": delta}
+        yield {"type": "content_block_stop", "index": index}
+    end = {"stop_reason": _REASONS[answer.finish_reason], "stop_sequence": None}
+    usage = {"output_tokens": answer.completion_tokens}
+    yield {"type": "message_delta", "delta": end, "usage": usage}
+    yield {"type": "message_stop"}
+
+
+def _parts(block: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A block with nothing in it, and the piece that fills it."""
+    if block["type"] == "tool_use":
+        piece = {"type": "input_json_delta", "partial_json": orjson.dumps(block["input"]).decode()}
+        return block | {"input": {}}, piece
+    name = block["type"]  # of its field too
+    return block | {name: ""}, {"type": f"{name}_delta", name: block[name]}
+
+
+def _refused(text: str) -> ChatRefused:
+    return ChatRefused(400, "invalid_request_error", text)

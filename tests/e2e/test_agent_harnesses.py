@@ -1,0 +1,101 @@
+"""The harnesses of examples/agents, unmodified and pinned in an environment of their own, asked by the real door."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.e2e import jobs
+from tests.unit.agents.scripted import Script, opened
+
+from r3train.agents.command import run_command
+from r3train.audit.audit_run import audit_run
+from r3train.audit.findings import CLAIMS, CUSTODY
+from r3train.chat.base import AgentFailed, ChatRefused
+from r3train.verify.tiny import TinyOptions, build
+
+EXAMPLES = jobs.ROOT / "examples/agents"
+HARNESSES = ["with_openai_agents", "with_mini_swe_agent"]
+pytestmark = [pytest.mark.long, pytest.mark.e2e]
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory) -> Path:
+    """The interpreter of a new environment with the harnesses."""
+    directory = tmp_path_factory.mktemp("harnesses")
+    subprocess.run([sys.executable, "-m", "venv", str(directory)], check=True)
+    install = [directory / "bin/pip", "install", "-qq", "-r", EXAMPLES / "requirements.txt"]
+    subprocess.run(install, check=True)
+    return directory / "bin/python"
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("agents")
+    build(directory, TinyOptions(task="calculator"), force=True)
+    program = [sys.executable, str(EXAMPLES / "use_template.py"), str(directory / "model")]
+    subprocess.run(program, check=True)
+    return directory
+
+
+async def _harness(python, name, script, directory):
+    """What a harness of the examples makes of a scripted model; the task is to make 6."""
+    command = [str(python), str(EXAMPLES / f"{name}.py")]
+    async with opened(script) as (door, access):
+        task = {"prompt": "make 6", "metadata": {}}
+        return await run_command(command, access, task, directory, timeout_s=300), door.stats()
+
+
+def _calls(name, number):
+    """An answer that makes a number, in the harness's own way."""
+    call = ("make", {"number": number})
+    if name == "with_mini_swe_agent":
+        submit = f"echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; echo {number}"
+        call = ("bash", {"command": submit})
+    function = {"name": call[0], "arguments": json.dumps(call[1])}
+    return {"content": "5", "tool_calls": [{"id": "c1", "type": "function", "function": function}]}
+
+
+@pytest.mark.parametrize("name", HARNESSES)
+async def test_a_harness_acts_on_the_models_calls(python, name, tmp_path):
+    script = Script(_calls(name, 5), {"content": "done"})
+    reward, _ = await _harness(python, name, script, tmp_path)
+    assert reward == 0.8 and all(delivered for _, delivered in script.told)
+    assert script.requests[0].max_tokens == 6 and script.requests[0].tools
+
+
+@pytest.mark.parametrize("name", HARNESSES)
+async def test_a_harness_asks_once_where_the_context_is_full(python, name, tmp_path):
+    text = "This model's maximum context length is 40 tokens."  # litellm goes by the words
+    full = ChatRefused(400, "context_length_exceeded", text)
+    script = Script(*[full] * 50)
+    try:
+        assert await _harness(python, name, script, tmp_path) == (0.0, {"refused": 1})
+    except AgentFailed as failed:
+        assert "ContextWindowExceededError" in str(failed)
+    assert len(script.requests) == 1
+
+
+@pytest.mark.parametrize("name", HARNESSES)
+def test_a_job_trains_an_unmodified_harness_with_five_verdicts(python, tiny, name, tmp_path):
+    job = jobs.run(
+        tmp_path / "run",
+        *("--config", str(EXAMPLES / "agents.toml"), "--hf-checkpoint", str(tiny / "model")),
+        *("--prompt-data", str(tiny / "prompts.jsonl"), "--num-rollout", "3", *jobs.FEW_ROWS),
+        *("--rollout-batch-size", "2", "--n-samples-per-prompt", "4", "--r3-audit-share", "0.25"),
+        *("--agent-tool-call-parser", "examples.agents.words:parse"),
+        *("--agent-command", f"{python} {EXAMPLES / name}.py"),
+    )
+    assert job.code == 0, job.output
+    lines = (job.run_dir / "sessions.jsonl").read_text().splitlines()
+    sessions = [json.loads(line) for line in lines]
+    assert len(sessions) >= 24 and all(s["failure"] is None for s in sessions)
+    assert all(0 <= s["reward"] <= 1 for s in sessions) and any(s["reward"] for s in sessions)
+    begins = {tuple(sample["begins"] for sample in s["samples"]) for s in sessions}
+    if name == "with_openai_agents":
+        assert begins == {("root",)}, "it only appends"
+    audit = audit_run(job.run_dir)
+    assert audit.claims == dict.fromkeys((*CLAIMS, CUSTODY), "passed"), audit.findings

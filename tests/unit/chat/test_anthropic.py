@@ -1,0 +1,220 @@
+"""Anthropic's dialect: blocks become messages and come back as what was answered; every body is read or refused."""
+
+import json
+
+import orjson
+import pytest
+from hypothesis import given, strategies as st
+from tests.unit.chat.test_openai import _JSON, _paths
+
+from r3train.chat.anthropic import answer_events, answer_json, error_json, read_request
+from r3train.chat.base import ChatAnswer, ChatRefused
+from r3train.chat.messages import message_key
+from r3train.chat.openai import ChatCall
+
+_USER = {"role": "user", "content": "hi"}
+
+
+def _read(**fields):
+    return read_request(
+        orjson.dumps({"model": "m", "max_tokens": 9, "messages": [_USER], **fields})
+    )
+
+
+def _block(kind, **fields):
+    return {"type": kind, **fields}
+
+
+_HISTORY = [
+    _USER,
+    {
+        "role": "assistant",
+        "content": [
+            _block("thinking", thinking="hm", signature="x"),
+            _block("text", text="I look."),
+            _block("tool_use", id="t1", name="look", input={"at": 1.0}),
+        ],
+    },
+    {
+        "role": "user",
+        "content": [
+            _block("tool_result", tool_use_id="t1", content=[_block("text", text="a lawn")]),
+            _block("text", text="and now?", cache_control={"type": "ephemeral"}),
+        ],
+    },
+]
+_TOOL = {"name": "look", "description": "Look.", "input_schema": {"type": "object"}}
+
+
+def test_blocks_become_messages():
+    request = _read(
+        system=[_block("text", text="be"), _block("text", text="brief")],
+        messages=_HISTORY,
+        tools=[_TOOL],
+        stop_sequences=["x"],
+        temperature=1,
+        thinking={"type": "enabled", "budget_tokens": 2000},
+        tool_choice={"type": "auto"},
+    ).request
+    assert request.messages == [
+        {"role": "system", "content": "be\nbrief"},
+        {"role": "user", "content": "hi"},
+        {
+            "role": "assistant",
+            "content": "I look.",
+            "reasoning_content": "hm",
+            "tool_calls": [
+                {
+                    "id": "t1",
+                    "type": "function",
+                    "function": {"name": "look", "arguments": '{"at": 1.0}'},
+                }
+            ],
+        },
+        {"role": "tool", "content": "a lawn", "tool_call_id": "t1"},
+        {"role": "user", "content": "and now?"},
+    ]
+    function = {"name": "look", "parameters": {"type": "object"}, "description": "Look."}
+    assert request.tools == [{"type": "function", "function": function}]
+    assert (request.stop, request.max_tokens) == (("x",), 9)
+    assert request.ignored == ("temperature", "thinking")
+
+
+@pytest.mark.parametrize(
+    "fields, what",
+    [
+        ({"messages": "hi"}, "messages 'hi'"),
+        (
+            {"messages": [{"role": "system", "content": "a"}]},
+            r"messages\[0\].*role user or assistant",
+        ),
+        ({"messages": [{"role": "user", "content": 5}]}, r"messages\[0\].content 5"),
+        ({"messages": [{"role": "user", "content": [_block("image")]}]}, "'image'.*only text"),
+        ({"messages": [{"role": "user", "content": [_block("tool_result")]}]}, "tool_use_id None"),
+        (
+            {
+                "messages": [
+                    {"role": "assistant", "content": [_block("tool_use", input="x")]},
+                    _USER,
+                ]
+            },
+            "input 'x'",
+        ),
+        ({"messages": [_USER, {"role": "assistant", "content": "a"}]}, "the last one"),
+        (
+            {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
+            r"tools\[0\].*client's own",
+        ),
+        ({"tools": [{"input_schema": {}}]}, r"tools\[0\].function"),
+        ({"max_tokens": 0}, "max_tokens 0"),
+        ({"stop_sequences": [1]}, "stop_sequences"),
+        ({"system": [_block("image")]}, "'image'"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(fields, what):
+    with pytest.raises(ChatRefused, match=what) as refused:
+        _read(**fields)
+    assert refused.value.status == 400
+
+
+_WHOLE = {
+    "model": "m",
+    "max_tokens": 9,
+    "system": [_block("text", text="a")],
+    "messages": _HISTORY,
+    "tools": [_TOOL],
+    "stop_sequences": ["x"],
+    "stream": True,
+    "thinking": {},
+}
+
+
+@given(st.sampled_from(list(_paths(_WHOLE))), _JSON, st.booleans())
+def test_any_value_in_any_place_is_read_or_refused_in_one_line(path, value, leave_out):
+    whole = json.loads(json.dumps(_WHOLE))
+    place = whole
+    for key in path[:-1]:
+        place = place[key]
+    if not path:
+        whole = value
+    elif leave_out:
+        del place[path[-1]]
+    else:
+        place[path[-1]] = value
+    try:
+        assert isinstance(read_request(orjson.dumps(whole)), ChatCall)
+    except ChatRefused as refused:
+        assert refused.status == 400 and "\n" not in str(refused)
+
+
+def _merged(events):
+    """The message as Anthropic's client puts a stream together."""
+    message = {}
+    for event in events.decode().split("\n\n")[:-1]:
+        name, data = event.split("\n")
+        part = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {part['type']}"
+        match part["type"]:
+            case "message_start":
+                message = part["message"]
+            case "content_block_start":
+                message["content"].append(part["content_block"])
+            case "content_block_delta":
+                block, delta = message["content"][part["index"]], part["delta"]
+                if delta["type"] == "input_json_delta":
+                    block["input"] = json.loads(delta["partial_json"])
+                else:
+                    block[block["type"]] += delta[block["type"]]
+            case "message_delta":
+                message |= part["delta"]
+                message["usage"] |= part["usage"]
+    return message
+
+
+_CALL = {
+    "id": "t1",
+    "type": "function",
+    "function": {"name": "look", "arguments": '{"at": [1, "é"]}'},
+}
+_ANSWERS = {
+    "text": ({"role": "assistant", "content": "a\n\nb\u2028"}, "length"),
+    "nothing": ({"role": "assistant", "content": ""}, "stop"),
+    "calls": (
+        {
+            "role": "assistant",
+            "content": "I look.",
+            "reasoning_content": "hm",
+            "tool_calls": [_CALL, _CALL | {"id": "t2"}],
+        },
+        "tool_calls",
+    ),
+}
+
+
+@pytest.mark.parametrize("message, reason", _ANSWERS.values(), ids=_ANSWERS)
+def test_a_stream_says_what_json_says_and_both_come_back_as_the_same_message(message, reason):
+    answer = ChatAnswer(message, reason, 7, 5)
+    body = orjson.loads(answer_json(answer, _read()))
+    streamed = _merged(answer_events(answer, _read(stream=True)))
+    assert streamed | {"id": ""} == body | {"id": ""}
+    assert body["usage"] == {"input_tokens": 7, "output_tokens": 5}
+    expected = {"length": "max_tokens", "stop": "end_turn", "tool_calls": "tool_use"}
+    assert body["stop_reason"] == expected[reason]
+    returned = {"role": "assistant", "content": body["content"]}
+    again = _read(messages=[_USER, returned, _USER]).request.messages[1]
+    assert message_key(again) == message_key(message)
+
+
+@pytest.mark.parametrize(
+    "status, code, kind, begins",
+    [
+        (400, "context_length_exceeded", "invalid_request_error", "prompt is too long: x"),
+        (400, "invalid_request_error", "invalid_request_error", "x"),
+        (401, "invalid_api_key", "authentication_error", "x"),
+        (403, "session_over", "permission_error", "x"),
+        (500, "x", "api_error", "x"),
+    ],
+)
+def test_an_error_has_anthropics_form(status, code, kind, begins):
+    error = orjson.loads(error_json(ChatRefused(status, code, "x")))
+    assert error == {"type": "error", "error": {"type": kind, "message": begins}}
