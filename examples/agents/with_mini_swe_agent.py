@@ -24,13 +24,12 @@ from minisweagent.environments.local import LocalEnvironment  # noqa: E402
 from minisweagent.models.litellm_model import LitellmModel  # noqa: E402
 
 task = json.loads(Path(os.environ["R3TRAIN_TASK_FILE"]).read_text())
-asked = int(task["prompt"].split()[-1])
 agent = DefaultAgent(
     LitellmModel(
         model_name="openai/r3train",
-        observation_template="total {{ output.output }}",
+        observation_template="the {{ output.output }}",
         format_error_template="please",
-        model_kwargs={"max_tokens": 6},
+        model_kwargs={"max_tokens": 4},
     ),
     LocalEnvironment(),
     system_template="please",
@@ -38,5 +37,5 @@ agent = DefaultAgent(
     step_limit=3,
 )
 submitted = agent.run(task["prompt"]).get("submission", "").strip()
-reward = max(0.0, 1 - abs(asked - int(submitted)) / 5) if submitted.isdigit() else 0.0
-Path(os.environ["R3TRAIN_REWARD_FILE"]).write_text(json.dumps(reward))
+good = submitted in task["metadata"]["accepted"]
+Path(os.environ["R3TRAIN_REWARD_FILE"]).write_text(json.dumps(float(good)))

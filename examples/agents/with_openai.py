@@ -12,31 +12,31 @@ from openai import AsyncOpenAI
 
 from r3train.chat.base import AgentTask
 
-_MAKE = {
-    "name": "make",
-    "description": "Make a number.",
-    "parameters": {"type": "object", "properties": {"number": {"type": "integer"}}},
+_PICK = {
+    "name": "pick",
+    "description": "Pick a word.",
+    "parameters": {"type": "object", "properties": {"word": {"type": "string"}}},
 }
 
 
 async def run(task: AgentTask) -> float:
-    """Let the model call its tool until it ends with text; the reward is 1 for the number that was asked for."""
+    """Let the model pick twice by its tool; the reward is the share of picks that the prompt accepts."""
     client = AsyncOpenAI(base_url=task.base_url, api_key=task.key)
     messages: list[dict[str, Any]] = [{"role": "user", "content": task.prompt}]
-    made: list[int] = []
+    good = 0
     for _ in range(2):
         answer = await client.chat.completions.create(
             model="r3train",
             messages=messages,
-            tools=[{"type": "function", "function": _MAKE}],
-            max_tokens=6,
+            tools=[{"type": "function", "function": _PICK}],
+            max_tokens=4,
         )
         message = answer.choices[0].message
         messages.append(message.model_dump(exclude_none=True))
         if not message.tool_calls:
             break
-        for call in message.tool_calls:
-            made.append(json.loads(call.function.arguments)["number"])
-            result = {"role": "tool", "tool_call_id": call.id, "content": f"total {made[-1]}"}
-            messages.append(result)
-    return max(0.0, 1 - abs(task.label - made[0]) / 5) if made else 0.0
+        call = message.tool_calls[0]
+        word = json.loads(call.function.arguments)["word"]
+        good += word in task.label
+        messages.append({"role": "tool", "tool_call_id": call.id, "content": f"the {word}"})
+    return good / 2

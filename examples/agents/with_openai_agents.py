@@ -1,4 +1,4 @@
-"""The openai-agents SDK as a harness: it calls a tool, and its last answer says how that went.
+"""The openai-agents SDK as a harness: its tool takes words until the model has picked twice.
 
 Run by ``r3train train`` as --agent-command; base_url and key are in OpenAI's variables.
 """
@@ -10,31 +10,30 @@ import os
 from pathlib import Path
 
 from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, Runner, function_tool
+from agents.exceptions import MaxTurnsExceeded
 from openai import AsyncOpenAI
 
 task = json.loads(Path(os.environ["R3TRAIN_TASK_FILE"]).read_text())
-asked = int(task["prompt"].split()[-1])
-made: list[int] = []
+picked: list[str] = []
 
 
 @function_tool
-def make(number: int) -> str:
-    """Make a number."""
-    made.append(number)
-    return f"total {number}"
+def pick(word: str) -> str:
+    """Pick a word."""
+    picked.append(word)
+    return f"the {word}"
 
 
-model = OpenAIChatCompletionsModel("r3train", AsyncOpenAI())
 agent = Agent(
-    "maker",
+    "picker",
     instructions="please",
-    model=model,
-    tools=[make],
-    model_settings=ModelSettings(max_tokens=6),
+    model=OpenAIChatCompletionsModel("r3train", AsyncOpenAI()),
+    tools=[pick],
+    model_settings=ModelSettings(max_tokens=4),
 )
 try:
-    Runner.run_sync(agent, task["prompt"], max_turns=3)
-except Exception as error:  # the model made no end of it: what it did counts
-    print(f"{type(error).__name__}: {error}")
-reward = max(0.0, 1 - abs(asked - made[0]) / 5) if made else 0.0
-Path(os.environ["R3TRAIN_REWARD_FILE"]).write_text(json.dumps(reward))
+    Runner.run_sync(agent, task["prompt"], max_turns=2)
+except MaxTurnsExceeded:
+    pass
+good = sum(word in task["metadata"]["accepted"] for word in picked[:2])
+Path(os.environ["R3TRAIN_REWARD_FILE"]).write_text(json.dumps(good / 2))

@@ -35,36 +35,35 @@ def python(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp("agents")
-    build(directory, TinyOptions(task="calculator"), force=True)
-    program = [sys.executable, str(EXAMPLES / "use_template.py"), str(directory / "model")]
-    subprocess.run(program, check=True)
+    build(directory, TinyOptions(), force=True)
+    subprocess.run([sys.executable, str(EXAMPLES / "prepare.py"), str(directory)], check=True)
     return directory
 
 
 async def _harness(python, name, script, directory):
-    """What a harness of the examples makes of a scripted model; the task is to make 6."""
+    """What a harness of the examples makes of a scripted model."""
     command = [str(python), str(EXAMPLES / f"{name}.py")]
     async with opened(script) as (door, access):
-        task = {"prompt": "make 6", "metadata": {}}
+        task = {"prompt": "name colours", "metadata": {"accepted": ["red", "green"]}}
         return await run_command(command, access, task, directory, timeout_s=300), door.stats()
 
 
-def _calls(name, number):
-    """An answer that makes a number, in the harness's own way."""
-    call = ("make", {"number": number})
+def _calls(name, word):
+    """An answer that picks a word, in the harness's own way."""
+    call = ("pick", {"word": word})
     if name == "with_mini_swe_agent":
-        submit = f"echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; echo {number}"
-        call = ("bash", {"command": submit})
+        call = ("bash", {"command": f"echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; echo {word}"})
     function = {"name": call[0], "arguments": json.dumps(call[1])}
-    return {"content": "5", "tool_calls": [{"id": "c1", "type": "function", "function": function}]}
+    return {"content": word, "tool_calls": [{"id": "c1", "type": "function", "function": function}]}
 
 
 @pytest.mark.parametrize("name", HARNESSES)
 async def test_a_harness_acts_on_the_models_calls(python, name, tmp_path):
-    script = Script(_calls(name, 5), {"content": "done"})
+    script = Script(_calls(name, "red"), {"content": "done"})
     reward, _ = await _harness(python, name, script, tmp_path)
-    assert reward == 0.8 and all(delivered for _, delivered in script.told)
-    assert script.requests[0].max_tokens == 6 and script.requests[0].tools
+    assert reward == (0.5 if name == "with_openai_agents" else 1.0)
+    assert all(delivered for _, delivered in script.told)
+    assert script.requests[0].max_tokens == 4 and script.requests[0].tools
 
 
 @pytest.mark.parametrize("name", HARNESSES)
@@ -72,10 +71,11 @@ async def test_a_harness_asks_once_where_the_context_is_full(python, name, tmp_p
     text = "This model's maximum context length is 40 tokens."  # litellm goes by the words
     full = ChatRefused(400, "context_length_exceeded", text)
     script = Script(*[full] * 50)
-    try:
-        assert await _harness(python, name, script, tmp_path) == (0.0, {"refused": 1})
-    except AgentFailed as failed:
-        assert "ContextWindowExceededError" in str(failed)
+    said = {"with_mini_swe_agent": "ContextWindowExceededError"}
+    with pytest.raises(
+        AgentFailed, match=said.get(name, "BadRequestError: .*maximum context length")
+    ):
+        await _harness(python, name, script, tmp_path)
     assert len(script.requests) == 1
 
 
@@ -84,7 +84,7 @@ def test_a_job_trains_an_unmodified_harness_with_five_verdicts(python, tiny, nam
     job = jobs.run(
         tmp_path / "run",
         *("--config", str(EXAMPLES / "agents.toml"), "--hf-checkpoint", str(tiny / "model")),
-        *("--prompt-data", str(tiny / "prompts.jsonl"), "--num-rollout", "3", *jobs.FEW_ROWS),
+        *("--prompt-data", str(tiny / "agents.jsonl"), "--num-rollout", "3", *jobs.FEW_ROWS),
         *("--rollout-batch-size", "2", "--n-samples-per-prompt", "4", "--r3-audit-share", "0.25"),
         *("--agent-tool-call-parser", "examples.agents.words:parse"),
         *("--agent-command", f"{python} {EXAMPLES / name}.py"),
