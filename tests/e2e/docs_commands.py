@@ -95,6 +95,20 @@ RULES = (
         "tests/e2e/test_gsm8k_laptop.py::test_the_laptops_commands_train_with_r3_proved_and_evaluate",
     ),
     Rule(
+        r"r3train make-tiny-model --output runs/agents-tiny |python examples/agents/prepare"
+        r"|PYTHONPATH=examples/agents r3train train .*--agent with_openai",
+        Kind.ELSEWHERE,
+        "have a test of the whole way",
+        "tests/e2e/test_agents_learn.py::test_the_agent_of_the_page_learns_with_every_verdict_passed",
+    ),
+    Rule(
+        r"python -m venv \.venv-agents|\.venv-agents/bin/pip |PYTHONPATH=examples/agents r3train .*--agent-command",
+        Kind.ELSEWHERE,
+        "fetch harnesses",
+        "tests/e2e/test_agent_harnesses.py"
+        "::test_a_job_trains_an_unmodified_harness_with_every_verdict_passed",
+    ),
+    Rule(
         r"python examples/gsm8k/prepare",
         Kind.ELSEWHERE,
         "needs the data set",

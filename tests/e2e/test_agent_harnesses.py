@@ -80,7 +80,7 @@ async def test_a_harness_asks_once_where_the_context_is_full(python, name, tmp_p
 
 
 @pytest.mark.parametrize("name", HARNESSES)
-def test_a_job_trains_an_unmodified_harness_with_five_verdicts(python, tiny, name, tmp_path):
+def test_a_job_trains_an_unmodified_harness_with_every_verdict_passed(python, tiny, name, tmp_path):
     job = jobs.run(
         tmp_path / "run",
         *("--config", str(EXAMPLES / "agents.toml"), "--hf-checkpoint", str(tiny / "model")),
