@@ -1,4 +1,4 @@
-"""What servers and harnesses inherit of a run's environment: no secrets, and nothing of the rank's own."""
+"""The part of a run's environment that servers and harnesses inherit: no secrets, nothing of the rank's own."""
 
 from __future__ import annotations
 

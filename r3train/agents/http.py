@@ -41,7 +41,7 @@ class _Dialect(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """What a harness needs: OpenAI's base_url, and the key of its session."""
+    """A way to the model for a harness: OpenAI's base_url, and the key of its session."""
 
     base_url: str
     key: str
@@ -175,7 +175,7 @@ class Door:
         handler: Callable[[_Dialect, web.Request], Awaitable[web.StreamResponse]],
         request: web.Request,
     ) -> web.StreamResponse:
-        """What the handler answers, or its refusal in the dialect's form."""
+        """Return what the handler answers, or its refusal in the dialect's form."""
         try:
             return await handler(dialect, request)
         except ChatRefused as error:

@@ -41,7 +41,7 @@ def tiny(tmp_path_factory) -> Path:
 
 
 async def _harness(python, name, script, directory):
-    """What a harness of the examples makes of a scripted model."""
+    """Let a harness of the examples work with a scripted model; returns its reward and the door's counts."""
     command = [str(python), str(EXAMPLES / f"{name}.py")]
     async with opened(script) as (door, access):
         task = {"prompt": "name colours", "metadata": {"accepted": ["red", "green"]}}

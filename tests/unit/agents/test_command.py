@@ -131,7 +131,7 @@ def _run_on(pids):
 
 
 async def _ended(path, how):
-    """What became of a stubborn harness, and the ids of its two processes."""
+    """Run a stubborn harness to its end; returns its outcome, and the ids of its processes and of those left."""
     path.mkdir()
     program = _STUBBORN.replace("END", "os._exit(0)" if how == "end" else "time.sleep(1000)")
     limit_s = 5.0 if how == "time-out" else 60.0

@@ -28,7 +28,7 @@ _QWEN3 = (
 
 
 class _Tokenizer:
-    """What the parsers ask of one: a chat template, rendered, and its vocabulary."""
+    """A tokenizer as far as the parsers ask one: its chat template, rendered, and its vocabulary."""
 
     def __init__(self, chat_template="plain", opening=""):
         self.chat_template, self.opening = chat_template, opening
