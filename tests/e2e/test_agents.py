@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
 
 import pytest
@@ -19,6 +20,8 @@ from r3train.verify.tiny import TinyOptions, build
 pytestmark = pytest.mark.e2e
 
 STEPS = 4
+# a session's directory is not the checkout
+COMMAND = f"{sys.executable} {jobs.ROOT / 'tests/e2e/command_agent.py'}"
 
 
 @pytest.fixture(scope="module")
@@ -94,9 +97,9 @@ def test_a_command_makes_rollouts_and_evaluations_and_groups_at_which_it_fails_a
     )
     job = jobs.run(
         tmp_path / "run",
-        *flags_of(task, "--agent-command", f"{sys.executable} -m tests.e2e.command_agent"),
+        *flags_of(task, "--agent-command", COMMAND),
         *("--agent-tool-call-parser", "none", "--agent-on-failure", "drop"),
-        *("--agent-env", "PYTHONPATH", "--agent-max-sessions", "4", "--num-rollout", "2"),
+        *("--agent-max-sessions", "4", "--num-rollout", "2"),
         *("--eval-prompt-data", "few", str(few), "--skip-eval-before-train"),
     )
     assert job.code == 0, job.output
@@ -114,3 +117,33 @@ def test_a_command_makes_rollouts_and_evaluations_and_groups_at_which_it_fails_a
     assert evaluated["eval/few/num_samples"] == len(few.read_text().splitlines())
     assert evaluated["eval/few/mean"] > 0
     assert not list((job.run_dir / "agents").iterdir()), "a session's directory goes with it"
+
+
+def test_a_checkpoint_is_evaluated_by_the_agent_that_is_trained(task, tmp_path):
+    few = tmp_path / "few.jsonl"
+    few.write_text("".join((task / "prompts.jsonl").read_text().splitlines(keepends=True)[:5]))
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "r3train.cli", "eval", str(task / "model")),
+            *("--agent-command", COMMAND),
+            *("--apply-chat-template", "--agent-tool-call-parser", "none"),
+            *("--agent-on-failure", "drop"),
+            *("--eval-prompt-data", "few", str(few)),
+            *("--eval-max-response-len", "60", "--n-samples-per-eval-prompt", "2"),
+            *("--run-dir", str(tmp_path / "run"), "--no-tensorboard"),
+        ],
+        cwd=jobs.ROOT,
+        env=jobs.environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = (tmp_path / "run" / "eval" / "metrics.jsonl").read_text().splitlines()
+    evaluated = json.loads(found[-1])
+    assert evaluated["eval/few/num_samples"] == 10 and evaluated["eval/few/mean"] > 0
+    rows = [
+        json.loads(x)
+        for x in next((tmp_path / "run" / "eval").glob("*-few.jsonl")).read_text().splitlines()
+    ]
+    assert {row["reward"] for row in rows if FAILS in row["prompt"]} == {0.0}
