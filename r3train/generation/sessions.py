@@ -191,8 +191,8 @@ class Session:
         self._room(place)
         if is_new:
             self.chains.append(chain)
-        if place.parent is not None:
-            place.parent.delivered = True  # the agent shows it
+        if parent is not None:
+            parent.delivered = True  # the agent shows it
         return place
 
     def _parent(

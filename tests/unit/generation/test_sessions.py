@@ -269,6 +269,15 @@ def test_an_answer_that_nobody_took_is_not_trained_and_one_that_is_shown_was_tak
     assert [s.num_tokens for s in samples][0] == calls[0].end, "nor is what was asked before it"
 
 
+def test_an_answer_that_a_rendering_from_the_beginning_shows_was_taken_too():
+    play = Play(history="template")
+    play.engine.said = ["(hm)well<|end|>", "good<|end|>"]
+    answer = asyncio.run(play.ask([user("go")], delivered=None))
+    asyncio.run(play.ask([user("go"), answer, user("and?")]))
+    assert [chain.begins for chain in play.session.chains] == ["root", "root"]
+    assert len(play.session.samples()) == 2
+
+
 def test_a_session_whose_answers_nobody_took_has_no_sample():
     play = Play()
     asyncio.run(play.ask([user("go")], delivered=False))
