@@ -100,9 +100,9 @@ class LazyGroup(click.Group):
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError as error:
-            from r3train.config.sources import nearest
+            from r3train.config.sources import closest
 
-            error.message += nearest(args[0], SUBCOMMANDS)
+            error.message += closest(args[0], SUBCOMMANDS)
             raise
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
@@ -160,7 +160,7 @@ def explain(name: str) -> None:
 def docs(page: str | None) -> None:
     """Show a page of the documentation (docs/ of a checkout), or list them: r3train docs models."""
     from r3train.config.help_text import PAGES
-    from r3train.config.sources import nearest
+    from r3train.config.sources import closest
 
     names = sorted(str(file.relative_to(PAGES).with_suffix("")) for file in PAGES.rglob("*.md"))
     if page is None:
@@ -172,7 +172,7 @@ def docs(page: str | None) -> None:
     name = page.removeprefix("docs/").removesuffix(".md")
     if name not in names:
         raise click.UsageError(
-            f"{page}: no such page.{nearest(name, names)} r3train docs lists them"
+            f"{page}: no such page.{closest(name, names)} r3train docs lists them"
         )
     click.echo_via_pager((PAGES / f"{name}.md").read_text(encoding="utf-8"))
 

@@ -32,6 +32,7 @@ from r3train.config.run import RunConfig
 from r3train.config.sources import (
     ConfigError,
     FILE_FIELD,
+    closest,
     flag_name,
     Place,
     nearest,
@@ -111,7 +112,9 @@ class TrainCommand(click.Command):
             peer = PEERS.get((getattr(error, "option_name", None) or "")[2:].replace("-", "_"))
             if isinstance(error, click.NoSuchOption) and peer is not None:
                 error.message, error.possibilities = f"{error.message} Here it is {peer}.", None
-            elif short := [word for word in rest if re.fullmatch(r"-[a-z][\w-]+(=.*)?", word)]:
+            elif isinstance(error, click.NoSuchOption) and (
+                short := [word for word in args if re.fullmatch(r"-[a-z][\w-]+(=.*)?", word)]
+            ):
                 error.message = f"{short[0]}: flags begin with two dashes: -{short[0]}"
                 error.possibilities = None
             elif isinstance(error, click.NoSuchOption) and not error.possibilities:
@@ -280,7 +283,7 @@ def _answer_help(command: TrainCommand, ctx: click.Context, args: Sequence[str])
         click.echo(formatter.getvalue().strip("\n"))
     else:
         raise click.UsageError(
-            f"--help {asked}: no such section.{nearest(asked, sections())} There are"
+            f"--help {asked}: no such section.{closest(asked, sections())} There are"
             f" {', '.join(sections())}; r3train explain {asked} looks for a setting",
             ctx,
         )

@@ -102,6 +102,11 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """
     if name in PEERS:
         return f" Here it is {PEERS[name]}."
+    return closest(name, known)
+
+
+def closest(name: str, known: Iterable[str]) -> str:
+    """Return " Did you mean X?" for the known name that begins so or is nearest, or an empty text."""
     known = list(known)
     begun = [other for other in known if len(name) > 3 and other.startswith(name)]
     close = begun or difflib.get_close_matches(name, known, n=1, cutoff=0.6)

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from r3train.config.requirements import is_on
 from r3train.config.sources import raise_all
 from r3train.engine.key import ENGINE_KEY_VARIABLE
 from r3train.engine.refusals import DECIDED_BY_THE_RUN, refused
@@ -66,7 +67,7 @@ def _text(node: ast.expr) -> str:
 
 def _wrong_values(fields: Mapping[str, Any]) -> Iterator[str]:
     for field, value in fields.items():
-        allowed = _choices().get(field, ()) if isinstance(value, str) else ()
+        allowed = _choices().get(field, ()) if isinstance(value, str) and is_on(value) else ()
         if allowed and value not in allowed:
             yield f"{_flag(field)} {value}: expected one of {', '.join(allowed)}"
         if field in _SIZES and not (type(value) is int and value > 0):

@@ -188,7 +188,14 @@ def test_a_wrong_command_is_refused(words, said, tiny):
     assert result.output.rstrip().endswith(said.replace("MODEL", model))
 
 
-def test_the_doctor_counts_the_ranks_that_a_recipe_needs(tiny):
-    flags = ("--hf-checkpoint", str(tiny / "model"), "--prompt-data", str(tiny / "prompts.jsonl"))
-    output = CliRunner().invoke(main, ["doctor", "--config", "tiny_cpu", *flags]).output
-    assert "configuration: its rules hold for 2 rank(s)" in output
+@pytest.mark.parametrize("flags, counted", [((), 2), (("--world-size", "4"), 4)])
+def test_the_doctor_counts_the_ranks_that_a_recipe_needs(flags, counted, monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        "r3train.doctor.doctor_command.diagnose",
+        lambda config, world_size, *_args, **_kwargs: seen.append(world_size) or [],
+    )
+    result = CliRunner(env={"WORLD_SIZE": None}).invoke(
+        main, ["doctor", *flags, "--config", "tiny_cpu"]
+    )
+    assert result.exit_code == 0 and seen == [counted], result.output
