@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 
+from r3train.config.agent_settings import AgentSection
 from r3train.launch.engines import Engines
 from r3train.loop.route_transport import RoutesOnRank0
 from r3train.engine.server import SGLangServer
@@ -29,6 +30,7 @@ def servers_of_rank_0(
         sglang=sglang,
     )
     config = SimpleNamespace(
+        agent=AgentSection(),
         model=SimpleNamespace(hf_checkpoint=directory, dtype_name="float32"),
         replay=SimpleNamespace(use_rollout_routing_replay=False),
         has_engines=True,
