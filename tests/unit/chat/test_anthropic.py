@@ -158,7 +158,10 @@ def _merged(events):
             case "message_start":
                 message = part["message"]
             case "content_block_start":
-                message["content"].append(part["content_block"])
+                block = part["content_block"]
+                filled = "input" if block["type"] == "tool_use" else block["type"]
+                assert not block[filled], "it is filled by what follows"
+                message["content"].append(block)
             case "content_block_delta":
                 block, delta = message["content"][part["index"]], part["delta"]
                 if delta["type"] == "input_json_delta":
@@ -200,6 +203,9 @@ def test_a_stream_says_what_json_says_and_both_come_back_as_the_same_message(mes
     assert body["usage"] == {"input_tokens": 7, "output_tokens": 5}
     expected = {"length": "max_tokens", "stop": "end_turn", "tool_calls": "tool_use"}
     assert body["stop_reason"] == expected[reason]
+    assert all(
+        block.get("text") != "" for block in body["content"]
+    ), "its clients refuse to send that"
     returned = {"role": "assistant", "content": body["content"]}
     again = _read(messages=[_USER, returned, _USER]).request.messages[1]
     assert message_key(again) == message_key(message)
