@@ -294,7 +294,7 @@ async def test_a_resumed_request_sends_all_tokens_and_asks_for_the_rows_it_lacks
                 PROMPT,
                 SAMPLING,
                 weight_version=7,
-                resume_from=replace(first, routed_experts=np.zeros((3, 1, 1), np.uint8)),
+                resume_from=replace(first, decoded=((0, np.zeros((3, 1, 1), np.uint8)),)),
                 limit=2,
             )
     body = fake.bodies[1]
