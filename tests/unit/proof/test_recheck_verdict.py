@@ -357,6 +357,24 @@ def test_a_prompt_whose_answer_began_under_a_newer_version_is_not_compared():
     assert [r.weight_version for r in records] == [4]
 
 
+def test_the_prompt_of_an_agents_request_that_was_never_answered_is_not_compared():
+    """Its sample is not there, or another request has its id since; of other samples that is our bug."""
+    session = {"trajectory_id": 0, "is_last_step": True}
+    sample = sample_of(**session)
+    other = sample_of(1, token_ids=np.arange(TOKENS, dtype=np.int32) + 1)
+    given_up = again_of(other, part="prompt", sample_id=7)
+    parts = [given_up, replace(given_up, sample_id=0), again_of(sample, part="prompt")]
+    rollout = RecheckedRollout(parts, 0, [(sample_of(1), again_of(sample_of(1)))])
+    how = (lambda s: s, list(LAYERS))
+    records = compare_rollout(4, rollout, [sample], *how, log_probs=True)
+    assert [(r.sample_id, r.rows_differ) for r in records] == [(0, dict.fromkeys(LAYERS, 0))]
+    with pytest.raises(AssertionError):
+        compare_rollout(4, rollout, [sample_of(), sample_of(7)], *how, log_probs=True)
+    with pytest.raises(KeyError):
+        whole = replace(rollout, parts=[again_of(sample_of(7))])
+        compare_rollout(4, whole, [sample], *how, log_probs=True)
+
+
 def test_nothing_computed_again_is_no_evidence_and_no_known_noise_neither():
     assert judge_recheck([], 1).verdict == "no evidence"
     record, failures = judged(sample_of(), again_of(sample_of(), rows=routes(1)), None)
