@@ -21,7 +21,11 @@ _PICK = {
 
 async def run(task: AgentTask) -> float:
     """Let the model pick twice by its tool; the reward is the share of picks that the prompt accepts."""
-    client = AsyncOpenAI(base_url=task.base_url, api_key=task.key)
+    async with AsyncOpenAI(base_url=task.base_url, api_key=task.key) as client:
+        return await _picked(client, task) / 2
+
+
+async def _picked(client: AsyncOpenAI, task: AgentTask) -> int:
     messages: list[dict[str, Any]] = [{"role": "user", "content": task.prompt}]
     good = 0
     for _ in range(2):
@@ -39,4 +43,4 @@ async def run(task: AgentTask) -> float:
         word = json.loads(call.function.arguments)["word"]
         good += word in task.label
         messages.append({"role": "tool", "tool_call_id": call.id, "content": f"the {word}"})
-    return good / 2
+    return good
