@@ -15,6 +15,7 @@ from r3train.config.hf_facts import read_hf_facts
 from r3train.config.sources import ConfigError
 from r3train.data.tokenizer import load_tokenizer
 from r3train.launch.agents import rehearse
+from r3train.launch.estimate import longest_sample
 from r3train.loop.step_metrics import agent_metrics
 from r3train.observe.metric_table import row_of
 from r3train.verify.tiny import build, TinyOptions
@@ -108,6 +109,14 @@ def test_the_longest_chain_of_an_agent_fits_a_microbatch(model):
         check_longest_chain(config, hf)
     room = config.trainer.model_copy(update={"max_tokens_per_gpu": 200})
     check_longest_chain(config.model_copy(update={"trainer": room}), hf)
+
+
+def test_memory_is_estimated_for_samples_as_long_as_the_context(model):
+    flags = {"hf_checkpoint": str(model), "rollout_max_context_len": 200}
+    hf = read_hf_facts(model)
+    plain = RunConfig.from_toml("configs/tiny_cpu.toml", flags)
+    agents = RunConfig.from_toml("configs/tiny_cpu.toml", flags | {"agent": "m:f"})
+    assert longest_sample(plain, hf, 5) < 200 == longest_sample(agents, hf, 5)
 
 
 def test_the_numbers_of_a_step_are_of_the_sessions_that_ended_in_it():
