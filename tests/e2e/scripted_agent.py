@@ -51,6 +51,7 @@ async def run(task: AgentTask) -> float:
             messages.append({"role": "tool", "tool_call_id": call.id, "content": said})
         if not message.tool_calls:
             messages.append({"role": "user", "content": "please name some fruits"})
+    await client.close()  # one that garbage collection closes may take another session's connection with it
     return words.count(words[0]) / len(words) if words else 0.0
 
 
@@ -73,4 +74,5 @@ async def branching(task: AgentTask) -> float:
         *(ask(first, answer, {"role": "user", "content": word}) for word in ("red", "fruits"))
     )
     await ask({"role": "user", "content": "name"})
+    await client.close()
     return reward
