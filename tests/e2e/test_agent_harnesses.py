@@ -28,7 +28,7 @@ def python(tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp("harnesses")
     subprocess.run([sys.executable, "-m", "venv", str(directory)], check=True)
     install = [directory / "bin/pip", "install", "-qq", "-r", EXAMPLES / "requirements.txt"]
-    subprocess.run(install, check=True)
+    subprocess.run([*install, "anthropic==2.13.0"], check=True)
     return directory / "bin/python"
 
 
@@ -77,6 +77,38 @@ async def test_a_harness_asks_once_where_the_context_is_full(python, name, tmp_p
     ):
         await _harness(python, name, script, tmp_path)
     assert len(script.requests) == 1
+
+
+_ANTHROPICS = """
+import anthropic
+
+client = anthropic.Anthropic()
+ask = {"model": "m", "max_tokens": 5, "tools": [{"name": "pick", "input_schema": {"type": "object"}}]}
+messages = [{"role": "user", "content": "hi"}]
+first = client.messages.create(messages=messages, system="be", **ask)
+uses = [block for block in first.content if block.type == "tool_use"]
+results = [{"type": "tool_result", "tool_use_id": use.id, "content": "a"} for use in uses]
+messages += [{"role": "assistant", "content": first.content}, {"role": "user", "content": results}]
+with client.messages.stream(messages=messages, **ask) as stream:
+    second = stream.get_final_message()
+assert [b.model_dump() for b in second.content] == [b.model_dump() for b in first.content], second
+assert second.stop_reason == first.stop_reason == "tool_use" and uses[0].input == {"word": "red"}
+try:
+    client.messages.create(messages=messages, **ask)
+except anthropic.BadRequestError as error:
+    assert "prompt is too long" in str(error)
+"""
+
+
+async def test_anthropics_client_gets_answers_streams_and_refusals(python, tmp_path):
+    answer = _calls("with_openai_agents", "red") | {"reasoning_content": "hm"}
+    script = Script(answer, answer, *[ChatRefused(400, "context_length_exceeded", "40")] * 9)
+    async with opened(script) as (door, access):
+        await run_command([str(python), "-c", _ANTHROPICS], access, {}, tmp_path, timeout_s=300)
+        assert door.stats() == {"answers": 2, "refused": 1}
+    assert script.told == [(0, True), (1, True)]
+    roles = [message["role"] for message in script.requests[1].messages]
+    assert roles == ["user", "assistant", "tool"]
 
 
 @pytest.mark.parametrize("name", HARNESSES)
