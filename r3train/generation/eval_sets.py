@@ -72,9 +72,7 @@ async def evaluate(
         unscored = [samples[-1] for samples, own in done if own is None]
         found = iter(await asked.score(unscored) if unscored else [])
         rewards = [next(found) if own is None else own for _, own in done]
-        return [
-            _row(i, samples, r, version) for i, ((samples, _), r) in enumerate(zip(done, rewards))
-        ]
+        return [_row(i, samples, r) for i, ((samples, _), r) in enumerate(zip(done, rewards))]
 
     rows = []
     try:
@@ -86,9 +84,14 @@ async def evaluate(
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
     found = [row for of_prompt in rows for row in of_prompt.result()]
-    versions = {row["version"] for row in found}
+    versions = {row["version"] for row in found} - {None}
     if len(versions) > 1:
         raise ValueError(f"answers of several weight versions: {sorted(versions)}")
+    if not versions:
+        raise ValueError("not one answer has a token, so no weight version was evaluated")
+    (only,) = versions
+    for row in found:
+        row["version"] = only  # of one without a token too
     return found
 
 
@@ -136,8 +139,8 @@ async def _answer(
     return samples, own
 
 
-def _row(number: int, samples: Sequence[RolloutSample], reward: float, version: int | None) -> Row:
-    """A row of a whole episode: its last sample has the answer.  version: of one without a token."""
+def _row(number: int, samples: Sequence[RolloutSample], reward: float) -> Row:
+    """A row of a whole episode: its last sample has the answer.  The version of one without a token is None."""
     sample = samples[-1]
     versions = sorted({v for s in samples for v in s.weight_versions[s.loss_mask].tolist()})
     if len(versions) > 1:
@@ -149,7 +152,7 @@ def _row(number: int, samples: Sequence[RolloutSample], reward: float, version: 
         "label": sample.prompt.label,
         "answer": sample.text,
         "reward": reward,
-        "version": versions[0] if versions else version,
+        "version": versions[0] if versions else None,
         "response_len": sum(int(s.loss_mask.sum()) for s in samples),
         "finish_reason": sample.finish_reason,
     }

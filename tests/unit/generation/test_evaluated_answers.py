@@ -72,3 +72,42 @@ def test_every_answer_is_counted_and_has_an_id_of_its_own():
     assert len(set(ids)) == 6 and sorted(ids) == list(range(min(ids), min(ids) + 6))
     assert {r.group_id for r in engine.requests} == {-2, -3, -4}
     assert np.unique([r.weight_version for r in engine.requests]).tolist() == [0]
+
+
+@pytest.mark.parametrize("version", [0, None])
+def test_an_episode_of_several_samples_is_one_row_and_one_without_a_token_has_the_version_of_the_others(
+    version,
+):
+    """Sample ids of episodes do not overlap: a sample's id gives its seed."""
+
+    def two_samples_or_none(prompt):
+        async def episode(generate, prompt, *, sampling, sample_id):
+            if prompt.prompt_id.endswith("1"):
+                return [stitch.begin(prompt, sample_id=sample_id, group_id=0)], 0.25
+            first = await generate(None, 6)
+            begun = stitch.begin(prompt, sample_id=sample_id + 1, group_id=0)
+            return [first, await generate(begun, 4)], None
+
+        return episode
+
+    engine = Endless()
+    asked = eval_set(num_prompts=2, num_samples=2, max_new_tokens=20)
+    asked = replace(asked, make_episode=two_samples_or_none, samples_per_episode=2)
+    found = rows(engine, asked, version)
+    assert [row["response_len"] for row in found] == [10, 10, 0, 0]
+    assert {row["version"] for row in found} == {0}
+    assert [row["reward"] for row in found[2:]] == [0.25] * 2
+    assert len(found[0]["answer"].split()) == 4, "the last sample's"
+    assert len({request.sample_id for request in engine.requests}) == 4
+
+
+def test_a_set_without_a_token_was_not_evaluated():
+    def none(prompt):
+        async def episode(generate, prompt, *, sampling, sample_id):
+            return [stitch.begin(prompt, sample_id=sample_id, group_id=0)], 0.0
+
+        return episode
+
+    asked = replace(eval_set(num_prompts=1, num_samples=1), make_episode=none)
+    with pytest.raises(ValueError, match="not one answer has a token"):
+        rows(Endless(), asked)
