@@ -316,7 +316,7 @@ def _is_known(flag: str) -> bool:
 
 @functools.cache
 def _our_flags() -> set[str]:
-    flags = {"--help", "--version"}
+    flags = {"--help", "--help-all", "--version"}
     commands = [train_async.main, *(main.get_command(None, name) for name in SUBCOMMANDS)]
     for command in commands:
         for parameter in command.params:
