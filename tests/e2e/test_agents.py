@@ -15,6 +15,7 @@ from tests.e2e.tool_calculator import use_template
 
 from r3train.audit.audit_run import audit_run
 from r3train.audit.findings import CLAIMS, CUSTODY
+from r3train.cpu.device import prepare_device
 from r3train.verify.tiny import TinyOptions, build
 
 pytestmark = pytest.mark.e2e
@@ -89,6 +90,29 @@ def test_a_job_trains_on_sessions_with_updates_between_their_turns(
         file.write_text(before)
         assert audit.claims[CUSTODY] == "failed"
         assert any(re.search(said, finding.what) for finding in audit.findings), audit.findings
+
+
+CAUGHT = {
+    "fork_trains_its_prefix": r"custody of session \d+: sample \d+: tokens .* have loss",
+    "chain_is_lost": r"R3 check failed at step 0: custody: sample \d+ is not there, and \d+ tokens",
+}
+
+
+@pytest.mark.parametrize("bug", CAUGHT)
+def test_a_job_whose_sessions_lose_or_double_tokens_ends(bug, task, tmp_path, monkeypatch):
+    prepare_device()
+    from tests.oracle.planted import planted_by
+
+    assert {found.name for found in planted_by("tests/e2e/test_agents.py")} == set(CAUGHT)
+    monkeypatch.setenv(WAITS_FOR, str(tmp_path / "run" / "metrics.jsonl"))
+    agent = ("--agent", "tests.e2e.scripted_agent:branching", "--agent-tool-call-parser", "none")
+    job = jobs.run(
+        tmp_path / "run",
+        *(*flags_of(task, *agent), "--r3-audit-share", "0"),
+        program=("-m", "tests.e2e.train_with_bug", bug),
+    )
+    assert job.code != 0
+    assert re.search(CAUGHT[bug], " ".join(job.output.split())), job.output
 
 
 def test_a_command_makes_rollouts_and_evaluations_and_groups_at_which_it_fails_are_replaced(

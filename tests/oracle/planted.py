@@ -29,7 +29,7 @@ from r3train import types
 from r3train.algo import policy_loss
 from r3train.config import RunConfig
 from r3train.engine import adapters, client, publish
-from r3train.generation import conversation
+from r3train.generation import conversation, group_scorer, stitch
 from r3train.layout import microbatch
 from r3train.loop import distribute, kl_reward, prepare
 from r3train.trainer.megatron import actor, forward_step, hf_weights, lora, model, optimizer, replay
@@ -425,6 +425,25 @@ def routes_of_earlier_positions(original, *args, **kwargs):
     """A turn's sample takes the routes of earlier positions."""
     step = original(*args, **kwargs)
     return replace(step, routed_experts=np.roll(step.routed_experts, 1, axis=0))
+
+
+# -- sessions of agents, in whole jobs ----------------------------------------------------------
+
+AGENTS = "tests/e2e/test_agents.py"
+
+
+@replaces(stitch, "forked", caught_by=AGENTS)
+def fork_trains_its_prefix(original, sample, end, token_ids, *, sample_id):
+    """A fork of an agent's sample trains what its prefix sampled, too."""
+    fork = original(sample, end, token_ids, sample_id=sample_id)
+    mask = np.append(sample.loss_mask[:end], np.zeros(len(token_ids), bool))
+    return replace(fork, loss_mask=mask)
+
+
+@replaces(group_scorer.GroupScorer, "__call__", caught_by=AGENTS)
+def chain_is_lost(original, self, group, place, samples, *more):
+    """The first sample of an agent's session is lost on its way to training."""
+    return original(self, group, place, samples[1:], *more)
 
 
 # -- the learning rule, in whole jobs ----------------------------------------------------------
