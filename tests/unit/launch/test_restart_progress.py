@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 from rich.console import Console
 
+from r3train.config.agent_settings import AgentSection
 from r3train.launch.engines import Engines
 from r3train.loop.route_transport import RoutesOnRank0
 from r3train.observe.console import RunDisplay
@@ -20,7 +21,8 @@ def test_the_progress_of_a_restart_never_says_starting(tmp_path):
     )
     rollout = SimpleNamespace(rollout_external_engine_addrs=[])
     replay = SimpleNamespace(use_rollout_routing_replay=False)
-    config = SimpleNamespace(rollout=rollout, replay=replay, serves_adapters=False)
+    sections = dict(rollout=rollout, replay=replay, agent=AgentSection())
+    config = SimpleNamespace(**sections, serves_adapters=False)
     job = SimpleNamespace(config=config, hf=None)
     engines = Engines(job, tmp_path, display, 0, RoutesOnRank0(None, ()))
     server = SimpleNamespace(on_progress=None, addr="127.0.0.1:1")

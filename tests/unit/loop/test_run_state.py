@@ -41,7 +41,10 @@ from tests.unit.simulated_engine import SimulatedEngine, prompt_for
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT])
-def test_a_signal_is_noted_and_ends_the_wait_for_a_rollout(number):
+def test_a_signal_is_noted_and_ends_the_wait_for_a_rollout(number, request):
+    before = signal.signal(number, signal.SIG_DFL)  # these tests may run under nohup
+    request.addfinalizer(lambda: signal.signal(number, before))
+
     class Waiting:
         def next_batch(self, step, on_wait):
             on_wait({})
