@@ -9,14 +9,16 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from r3train.agents.http import Access
 from r3train.agents.reward import Reward, read_reward_file
 from r3train.chat.base import AgentFailed
 from r3train.child_environment import inherited
+
+Result = TypeVar("Result")
 
 _TAIL_BYTES = 16384
 _TAIL_LINES = 20
@@ -54,7 +56,7 @@ async def run_command(
         "R3TRAIN_REWARD_FILE": str(reward_file),
         "OPENAI_AGENTS_DISABLE_TRACING": "1",  # traces would go to OpenAI, with the key
     }
-    guard = await asyncio.create_subprocess_exec(
+    starting = asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "r3train.agents.guard", str(os.getpid()), *command),
         cwd=work,
         env=environment,
@@ -63,8 +65,12 @@ async def run_command(
         stderr=asyncio.subprocess.STDOUT,
         start_new_session=True,  # Ctrl-C is the run's to handle
     )
+    # asyncio would kill a guard whose start is cancelled, and its tree would go on
+    guard, cancelled = await _to_its_end(starting)
     tail = bytearray()
     try:
+        if cancelled is not None:
+            raise cancelled
         async with asyncio.timeout(timeout_s):
             await _read_to_end(guard.stdout, tail)
             code = await guard.wait()
@@ -88,16 +94,26 @@ async def _read_to_end(stream: asyncio.StreamReader, tail: bytearray) -> None:
 
 
 async def _end(guard: asyncio.subprocess.Process) -> None:
-    """Have the guard end its tree, and wait for that, even if the wait is cancelled."""
+    """Have the guard end its tree, and wait for that, seconds at most, even if the wait is cancelled."""
     if guard.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             guard.terminate()
-    ended = asyncio.ensure_future(guard.wait())
-    try:
-        await asyncio.shield(ended)
-    except asyncio.CancelledError:
-        await ended  # the guard takes seconds at most
-        raise
+    _, cancelled = await _to_its_end(guard.wait())
+    if cancelled is not None:
+        raise cancelled
+
+
+async def _to_its_end(
+    call: Coroutine[Any, Any, Result],
+) -> tuple[Result, asyncio.CancelledError | None]:
+    """Wait for a call's result whatever happens; returns it, and the last cancellation meanwhile."""
+    task, cancelled = asyncio.ensure_future(call), None
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError as error:
+            cancelled = error
+    return task.result(), cancelled
 
 
 def _failed(what: str, command: Sequence[str], tail: bytearray) -> AgentFailed:

@@ -157,6 +157,26 @@ async def test_nothing_is_left_of_a_harness_that_ignores_sigterm(tmp_path):
     assert "took longer than 5 s; its last lines:\nstarted" in str(late)
 
 
+async def test_nothing_is_left_of_a_harness_whose_start_is_cancelled(tmp_path, monkeypatch):
+    start, began = asyncio.create_subprocess_exec, asyncio.Event()
+
+    async def late(*words, **options):
+        """The process runs before the loop hears of it, as on a busy machine."""
+        process = await start(*words, **options)
+        await until(lambda: len(_pids(tmp_path)) == 2)
+        began.set()
+        await asyncio.sleep(0.5)
+        return process
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", late)
+    running = asyncio.create_task(_run(tmp_path, _STUBBORN.replace("END", "time.sleep(1000)")))
+    await began.wait()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert _run_on(_pids(tmp_path)) == []
+
+
 async def test_sigterm_comes_before_sigkill(tmp_path):
     program = """if True:
         import signal, sys, time
