@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from r3train.cpu import device as cpu_device
+from r3train.launch import limits
 from train_async import main
 
 DEVICE = torch.device("cpu", 0)
@@ -91,6 +92,7 @@ def install(mode: DeviceAlone) -> None:
     """Let torch place tensors on the stand-in device, and let groups be NCCL's unless gloo is named."""
     cpu_device.prepare_device()
     cpu_device.prepare_device = lambda: DEVICE
+    limits.device_lacks = lambda config: iter(())  # the device is there, though none is visible
     torch.cuda.current_device = lambda: DEVICE
     Tensor = torch.Tensor
     to, numpy, device = Tensor.to, Tensor.numpy, Tensor.device
