@@ -264,7 +264,8 @@ class SGLangServer:
         guard = [sys.executable, "-m", "r3train.engine.server_guard"]
         guard += ["--owner-pid", str(os.getpid()), "--"]
         with open(self.log_path, "ab") as log:
-            self._log_begin = log.tell()
+            # None for a pipe, such as the output of r3train serve: it cannot be read again
+            self._log_begin = log.tell() if log.seekable() else None
             self._guard = subprocess.Popen(
                 guard + self.command(),
                 stdin=subprocess.PIPE,  # its end of file tells the guard that the owner ended
@@ -311,7 +312,9 @@ class SGLangServer:
                     f"last lines of {self.log_path}:\n{log_tail(self.log_path)}"
                 )
             if self.on_progress is not None:
-                self.on_progress(elapsed, start_stage(self.log_path, self._log_begin))
+                begin = self._log_begin
+                stage = "" if begin is None else start_stage(self.log_path, begin)
+                self.on_progress(elapsed, stage)
             time.sleep(_POLL_S)
 
     def healthy(self, timeout_s: float = 5.0) -> bool:

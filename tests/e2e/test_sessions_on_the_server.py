@@ -96,7 +96,10 @@ async def played(server, harness: Callable[[Ask], Awaitable[None]]) -> tuple[Ses
     words = tokenizer(CHATML)
     client, door = SGLangClient([server.addr], routes=ROUTES), Door()
     sampling = SamplingParams(
-        max_new_tokens=600, stop_token_ids=tuple(words.encode("<|end|>")), max_context_len=900
+        max_new_tokens=600,
+        # the server stops at the checkpoint's end token whatever it is asked, as in a job
+        stop_token_ids=(*words.encode("<|end|>"), 1),
+        max_context_len=900,
     )
 
     async def generate(sample: RolloutSample, limit: int) -> RolloutSample:
