@@ -16,7 +16,7 @@ _BLOCKS = "blocks the event loop; await what takes long, or run it in a thread"
 
 
 class EnvironmentLoop:
-    """Runs code of the user in turns, as asyncio does; the thread is a daemon and ends with the process.
+    """Runs user code one call after another, as asyncio does; the thread is a daemon and ends with the process.
 
     limit: the flag of its time-outs, for errors.
     """
