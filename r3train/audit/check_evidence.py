@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 import sys
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -165,13 +167,21 @@ def _text_of(audit: Audit) -> str:
     lines = [click.style(f"R3 evidence of {plain(audit.source)}", bold=True)]
     for claim, fact in claim_facts(audit).items():
         verdict = audit.claims[claim]
-        lines.append(f"{claim:<16} {_colored(f'{verdict:<12}', verdict)} {fact}")
+        lines.append(f"{claim:<10} {_colored(f'{verdict:<12}', verdict)} {_wrapped(fact, 24)}")
     for finding in audit.findings[:_SHOWN]:
         lines.append(f"  {_colored('failed', 'failed')} {plain(str(finding))}")
     if audit.num_findings > _SHOWN:
         lines.append(f"  and {audit.num_findings - _SHOWN} more (--json lists up to 1000)")
     lines += [f"  {_colored('note', 'note')} {plain(note)}" for note in audit.notes]
     return "\n".join([*lines, _colored(plain(headline(audit)), audit.verdict)])
+
+
+def _wrapped(text: str, column: int) -> str:
+    """Break a text that begins at a column between words on a terminal; nothing else is changed."""
+    if not sys.stdout.isatty():
+        return text
+    width, indent = shutil.get_terminal_size().columns, " " * column
+    return textwrap.fill(text, width, initial_indent=indent, subsequent_indent=indent).strip()
 
 
 def _markdown_of(audit: Audit) -> str:

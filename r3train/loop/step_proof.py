@@ -41,7 +41,6 @@ class StepProof:
 
     def __post_init__(self) -> None:
         self._start: int | None = None  # the first rollout that was asked about
-        self._warned_of_staleness = False
 
     def is_due(self, rollout_id: int) -> bool:
         """Tell whether the rollout's replay is proved; the first of a start always is.
@@ -74,10 +73,10 @@ class StepProof:
             missed=missed,
             custody=self._custody(rollout_id, prepared),
         )
-        if verdict is not None and verdict.stale_warning:  # the terminal shows it once
-            level = logging.INFO if self._warned_of_staleness else logging.WARNING
-            logger.log(level, verdict.stale_warning)
-            self._warned_of_staleness = True
+        if (
+            verdict is not None and verdict.stale_warning
+        ):  # a policy that learns fast; check-evidence counts it
+            logger.info(verdict.stale_warning)
         return verdict
 
     def _custody(self, rollout_id: int, prepared: Prepared | None) -> list[CustodyRecord]:

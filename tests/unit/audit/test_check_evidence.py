@@ -7,10 +7,12 @@ import logging
 import tracemalloc
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner
 
 from r3train.cli import main
+from r3train.audit import check_evidence
 from r3train.audit.audit_run import audit_run
 from r3train.proof.writer import rank_file
 from tests.unit.evidence_dirs import edit, write_run
@@ -182,3 +184,14 @@ def test_what_a_file_says_reaches_neither_terminal_nor_table_as_a_command(tmp_pa
         columns = row.replace(r"\|", "").count("|") - 1
         assert columns == (3 if rows.index(row) < 5 else 4), row
         assert "<img>" not in row.replace(r"\<", "")
+
+
+def test_a_terminal_of_80_columns_breaks_facts_between_words(tmp_path, monkeypatch):
+    audit = audit_run(write_run(tmp_path))
+    whole = check_evidence._text_of(audit)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = check_evidence._text_of(audit).splitlines()
+    assert max(len(click.unstyle(line)) for line in lines[1:]) <= 80
+    assert len(lines) > len(whole.splitlines())
+    assert " ".join(lines).split() == whole.split()
