@@ -14,6 +14,7 @@ from r3train.config.requirements import excludes, requires
 from r3train.config.section import Section
 from r3train.config.sources import IMPORT_PATH, URL
 
+METADATA_KEY = "metadata"  # the default: its absence is no mistake
 JUDGE_TEMPLATE = """Question:
 {prompt}
 
@@ -67,7 +68,7 @@ class DataSection(Section):
     label_key: str = Field(default="label", min_length=1)
     """Key of the label, which the reward compares the answer with; it may be absent where the reward
     needs none."""
-    metadata_key: str = Field(default="metadata", min_length=1)
+    metadata_key: str = Field(default=METADATA_KEY, min_length=1)
     """Key of an optional table for the reward."""
     apply_chat_template: bool = False
     """Wrap every prompt in the tokenizer's chat template."""

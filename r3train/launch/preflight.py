@@ -23,6 +23,7 @@ from r3train.config.cross_checks import (
     rate_warnings,
     replay_warnings,
 )
+from r3train.config.data_settings import METADATA_KEY
 from r3train.config.hf_facts import HfModelFacts, read_hf_facts
 from r3train.config.sources import ConfigError, raise_all
 from r3train.families import FAMILIES, has_sinks, is_of_text_and_images
@@ -190,7 +191,15 @@ class _Checks:
         attempt(check_algorithm, config.algorithm, config.rollout.n_samples_per_prompt)
 
     def servers(self) -> None:
-        """Check the key that HTTP must carry, and ask the servers of others."""
+        """Check the key that HTTP must carry and the variables to hand on, and ask the servers of others."""
+        config = self.config
+        for flag, names in (
+            ("rollout-server-env", config.rollout.rollout_server_env),
+            ("agent-env", config.agent.agent_env),
+        ):
+            if unset := [name for name in names if name not in os.environ]:
+                text = f"{', '.join(unset)}: not in this environment (--{flag})"
+                self.warn("environment", text, "set it, or leave the name out")
         api_key = self.attempt("key of the servers", engine_api_key, os.environ)
         if self.for_all_ranks and self.config.has_engines:
             for address in self.config.rollout.rollout_external_engine_addrs:
@@ -314,6 +323,11 @@ class _Checks:
             if not config.reward_is_optional and all(prompt.label is None for prompt in prompts):
                 text = f"no prompt has a label (key {config.data.label_key})"
                 self.warn("prompts", text, "name its key with --label-key, if the reward needs one")
+            if config.data.metadata_key != METADATA_KEY and not any(p.metadata for p in prompts):
+                text = f"no prompt has metadata (key {config.data.metadata_key})"
+                self.warn(
+                    "prompts", text, "name its key with --metadata-key, or leave the flag out"
+                )
             longest = max(len(prompt.token_ids) for prompt in prompts)
             self.attempt(SETTINGS, check_longest_sample, config, longest)
         if not prompts:

@@ -136,6 +136,10 @@ rollout_max_response_len = 8
 WARNED = {
     "--lr-warmup-iters 1000": "warning: lr_warmup_iters 1,000 is above the run's 60 optimizer steps: the"
     " learning rate ends at 0.06 of lr: lower --lr-warmup-iters",
+    "--metadata-key facts": "warning: no prompt has metadata (key facts): name its key with --metadata-key,"
+    " or leave the flag out",
+    "--rollout-server-env A_VARIABLE": "warning: A_VARIABLE: not in this environment"
+    " (--rollout-server-env): set it, or leave the name out",
     "--lr 0.1": "warning: lr 0.1 is high: a step of Adam moves every weight by about lr: usual are 1e-6 for"
     " all weights and 1e-5 to 1e-4 for adapters",
     "--rollout-batch-size 1000": "warning: a rollout of 1,000 prompts (--rollout-batch-size) takes each of"
