@@ -9,7 +9,7 @@ from pydantic import Field, field_validator
 
 from r3train.config.requirements import excludes, only_with, requires, Requirement
 from r3train.config.section import Section
-from r3train.config.sources import IMPORT_PATH
+from r3train.config.sources import HOST, IMPORT_PATH
 
 
 _OF_AGENTS = (
@@ -66,7 +66,7 @@ class AgentSection(Section):
     """Reward of an agent that failed."""
     agent_reward_post: bool = False
     """Take the reward of a session that its agent posts to /v1/r3train/reward, if it returns none."""
-    agent_host: str = Field(default="127.0.0.1", min_length=1)
+    agent_host: str = Field(default="127.0.0.1", pattern=HOST)
     """Address on which the endpoint listens; agents on other hosts and in containers need one that reaches there."""
     agent_port: int = Field(default=0, ge=0, le=65535)
     """Port of the endpoint; 0 takes a free one."""

@@ -23,11 +23,12 @@ if TYPE_CHECKING:
 THRESHOLD_VARIABLES = ("R3_MISMATCH_THRESHOLD", "MILES_TEST_R3_THRESHOLD")
 # what a text must look like -> the same in words
 IMPORT_PATH, URL = r"^[\w.]+:\w+$", r"^https?://\S+$"
-FILE_NAME, SET_NAME = r"^[\w.-]+$", r"^\w[\w.-]*$"
+FILE_NAME, SET_NAME, HOST = r"^[\w.-]+$", r"^\w[\w.-]*$", r"^[\w.:%-]+$"
 PATTERNS = {
     IMPORT_PATH: "module:function, such as rewards_here:short_answer",
     URL: "http://HOST:PORT or https://HOST",
     FILE_NAME: "letters, digits, _, . and - only",
+    HOST: "an address or the name of a host or network interface",
     SET_NAME: "letters, digits, _, . and -, and neither . nor - first",
 }
 _PYTHON_FILE = re.compile(r"(\w+)\.py\b")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field, field_validator
 
 from r3train.config.requirements import at_most, check, excludes, requires
+from r3train.config.sources import HOST
 from r3train.config.section import LIMIT, OverrideScalar, Section
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ class TrainerSection(Section):
     update_weight_buffer_size: Annotated[int, _NOT_ADAPTER] = Field(default=512 * 1024 * 1024, ge=1)
     """Bytes of weights that are sent at once."""
     update_weight_master_address: Annotated[str | None, _NOT_ADAPTER] = Field(
-        default=None, min_length=1
+        default=None, pattern=HOST
     )
     """Address or network interface of rank 0's node, where servers join the process group.  Unset: loopback
     if all servers are on this node, else the address from which they are reached.  Pipeline stages on other

@@ -28,6 +28,8 @@ WORDS = {
     " one of PYTHONPATH), got 'path/rw.py:f'",
     "--prompt-data p.jsonl@[0:2": "p.jsonl@[0:2: expected PATH@[START:STOP]*WEIGHT, got"
     " ('p.jsonl@[0:2',)",
+    "--update-weight-master-address /eth0": "--update-weight-master-address: expected an address or the"
+    " name of a host or network interface, got '/eth0'",
     "--help rolout": "r3train explain rolout looks for a setting",
 }
 
