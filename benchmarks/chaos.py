@@ -7,7 +7,6 @@ for the fault once.
 
 from __future__ import annotations
 
-import base64
 import errno
 import json
 import signal
@@ -105,8 +104,7 @@ def obeying(orders: Path) -> Iterator[None]:
         if meta.get("num_retractions"):
             orders.with_name(RETRACTED).touch()
         if meta.get("routed_experts") and _taken(orders / DROP_ROWS):
-            rows = base64.b64decode(meta["routed_experts"])
-            meta["routed_experts"] = base64.b64encode(rows[:-4]).decode()
+            meta["routed_experts"] = meta["routed_experts"][:-8]  # six bytes less
         return answer
 
     def save(original, self, next_rollout_id, facts, write_extra=None):

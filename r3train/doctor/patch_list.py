@@ -104,10 +104,15 @@ def of_servers() -> None:
 
     launch_server.hide_in_logs("the key")
     declare_ops_for_imports()
+    if not torch.cuda.is_available():
+        platform.in_our_server = True
+        launch_server.do_without_cuda()
+    from r3train.engine import compact_routes
+
+    compact_routes.install()
+    compact_routes.shorten()
     if torch.cuda.is_available():
         return
-    platform.in_our_server = True
-    launch_server.do_without_cuda()
     import sglang.srt.model_executor.model_runner  # noqa: F401 - it makes the platform, amid its imports
 
     from r3train.cpu import batched_attention, platform_class, sglang_lora  # noqa: F401

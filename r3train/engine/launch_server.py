@@ -3,6 +3,7 @@
 - A key comes from the environment.  SGLang takes it as a flag, which everybody on the node could read
   in ``ps``, and writes it to its log with all its arguments: here the flag is added inside the
   process, and hidden in the log.
+- Schedulers send routes in the smallest type that holds them.
 - Without CUDA the workers are forks of this process, and not new ones that import everything again, and
   --enable-memory-saver releases memory of the CPU.
 
@@ -93,6 +94,9 @@ def main() -> None:
     declare_torchvision_ops()
     if not torch.cuda.is_available():
         do_without_cuda()
+    from r3train.engine import compact_routes  # imports SGLang
+
+    compact_routes.install()
     # as __main__ under its own name: spawned workers import it by that name
     runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
 

@@ -1,6 +1,8 @@
-"""Routed experts as they travel from SGLang: base64 of int32, C order, no shape sent.
+"""Routed experts as they travel from SGLang: base64 of ids in C order, no shape sent.
 
-SGLang writes, ``decode_routed_experts`` reads; nothing else depends on the format.  A sample of T
+SGLang itself sends int32.  A server of ours sends the smallest unsigned type that holds every id of the
+answer, with its name before the base64: ``u1:`` or ``u2:`` (``shortened`` writes it).
+``decode_routed_experts`` reads both; nothing else depends on the format.  A sample of T
 tokens carries T-1-start rows of L layers times K experts: row i is the routing of input token
 start+i, and the last token, never an input, has none.  -1 is a slot that the engine did not
 record: every row of an answer was computed, so an answer with one is refused.
@@ -19,6 +21,8 @@ import pybase64
 from r3train.types import RouteShape
 
 _WIRE_DTYPE = np.dtype("<i4")
+_SHORT_DTYPES = {"u1:": np.dtype("u1"), "u2:": np.dtype("<u2")}
+_MARK = 3  # characters
 # ids decoded at a time, so that their int32 stay in the core's own cache; a multiple of 3 ids is a whole
 # number of base64 quads
 _BLOCK_IDS = 3 << 14
@@ -47,23 +51,24 @@ def decode_routed_experts(
         )
     shape = rows, *route_shape.row
     num_ids = math.prod(shape)
-    num_bytes = num_ids * _WIRE_DTYPE.itemsize
+    payload_b64, dtype = _without_mark(payload_b64)
+    num_bytes = num_ids * dtype.itemsize
     if len(payload_b64) != -(-num_bytes // 3) * 4:
         got = len(_decoded(payload_b64, sample))
-        raise _wrong_size(got, num_bytes, shape, sample)
+        raise _wrong_size(got, dtype, shape, sample)
     if isinstance(payload_b64, bytes):
         payload_b64 = memoryview(payload_b64)  # its parts are no copies
     routes = np.empty(num_ids, dtype=route_shape.dtype)
-    quads = _BLOCK_IDS * _WIRE_DTYPE.itemsize // 3 * 4
+    quads = _BLOCK_IDS * dtype.itemsize // 3 * 4
     at = 0
     for first in range(0, len(payload_b64), quads):
         raw = _decoded(payload_b64[first : first + quads], sample)
-        if len(raw) != min(num_ids - at, _BLOCK_IDS) * _WIRE_DTYPE.itemsize:
-            got = at * _WIRE_DTYPE.itemsize + len(raw)
-            raise _wrong_size(got, num_bytes, shape, sample)
-        ids = np.frombuffer(raw, dtype=_WIRE_DTYPE)
+        if len(raw) != min(num_ids - at, _BLOCK_IDS) * dtype.itemsize:
+            got = at * dtype.itemsize + len(raw)
+            raise _wrong_size(got, dtype, shape, sample)
+        ids = np.frombuffer(raw, dtype=dtype)
         # as unsigned numbers, negative ids are huge: one comparison for both ends
-        numbers, num_experts = ids.view("<u4"), route_shape.num_experts
+        numbers, num_experts = ids.view(f"<u{dtype.itemsize}"), route_shape.num_experts
         if numbers.max() >= num_experts:
             bad = int(np.argmax(numbers >= num_experts))
             row, layer, slot = np.unravel_index(at + bad, shape)
@@ -77,6 +82,28 @@ def decode_routed_experts(
     routes = routes.reshape(shape)
     _refuse_repeats(routes, route_shape, start, sample)
     return routes
+
+
+def shortened(ids: np.ndarray) -> str | None:
+    """Write int32 ids [T, L, K] in the smallest unsigned type that holds them; None where none does.
+
+    -1, a slot that was not recorded, is held by none: the answer goes as SGLang sends it.
+    """
+    # as unsigned numbers, negative ids are huge
+    largest = int(np.ascontiguousarray(ids).view("<u4").max(initial=0))
+    for mark, dtype in _SHORT_DTYPES.items():
+        if largest <= np.iinfo(dtype).max:
+            return mark + pybase64.b64encode_as_string(ids.astype(dtype))
+    return None
+
+
+def _without_mark(
+    payload: str | bytes | memoryview,
+) -> tuple[str | bytes | memoryview, np.dtype]:
+    """Split a text of routes into its base64 and the type of its ids."""
+    mark = payload[:_MARK] if isinstance(payload, str) else str(payload[:_MARK], "latin-1")
+    dtype = _SHORT_DTYPES.get(mark)
+    return (payload, _WIRE_DTYPE) if dtype is None else (payload[_MARK:], dtype)
 
 
 def _refuse_repeats(routes: np.ndarray, route_shape: RouteShape, start: int, sample: str) -> None:
@@ -135,9 +162,10 @@ def _decoded(chars: str | bytes | memoryview, sample: str) -> bytes:
         raise ValueError(f"sample {sample}: routed_experts is not base64: {error}") from None
 
 
-def _wrong_size(got: int, expected: int, shape: tuple[int, int, int], sample: str) -> ValueError:
+def _wrong_size(got: int, dtype: np.dtype, shape: tuple[int, int, int], sample: str) -> ValueError:
     rows, layers, topk = shape
+    size = dtype.itemsize
     return ValueError(
-        f"sample {sample}: routed_experts holds {got} bytes, expected {expected} "
-        f"({rows} rows x {layers} layers x {topk} experts x 4 bytes)"
+        f"sample {sample}: routed_experts holds {got} bytes, expected {math.prod(shape) * size} "
+        f"({rows} rows x {layers} layers x {topk} experts x {size} bytes)"
     )

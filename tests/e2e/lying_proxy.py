@@ -8,7 +8,6 @@ truth.  ``LIES`` are to be refused, of ``HARMLESS`` the truth can be read.  A li
 from __future__ import annotations
 
 import asyncio
-import base64
 import copy
 import gzip
 import json
@@ -23,6 +22,7 @@ import numpy as np
 from aiohttp import web
 
 from tests.http_serving import serving
+from tests.wire_encoding import sent_ids, text_of
 
 EOS = 1  # of the demo's model
 LAYER_SLOTS = 2  # experts of a token in one layer of it
@@ -47,12 +47,11 @@ def raw(make: Callable[[bytes, Answer], web.Response]) -> Callable[[bytes, Answe
 
 
 def _routes(answer: Answer) -> np.ndarray:
-    raw_ids = base64.b64decode(answer["meta_info"]["routed_experts"])
-    return np.frombuffer(raw_ids, np.int32).copy()
+    return sent_ids(answer["meta_info"]["routed_experts"])
 
 
 def _put_routes(answer: Answer, ids: np.ndarray) -> None:
-    answer["meta_info"]["routed_experts"] = base64.b64encode(ids.tobytes()).decode()
+    answer["meta_info"]["routed_experts"] = text_of(ids)
 
 
 def _cut(answer: Answer, count: int, reason: Answer) -> None:

@@ -7,7 +7,6 @@ else goes through untouched.
 from __future__ import annotations
 
 import asyncio
-import base64
 import json
 import threading
 import time
@@ -21,6 +20,7 @@ import numpy as np
 from aiohttp import web
 
 from tests.http_serving import serving
+from tests.wire_encoding import sent_ids, text_of
 
 FAR_EXPERT = 1_000_000
 TOPK = 2  # of the demo's model
@@ -29,25 +29,23 @@ TOPK = 2  # of the demo's model
 def fewer_routes(answer: dict[str, Any]) -> None:
     """The last four bytes of the routes are missing."""
     meta = answer["meta_info"]
-    meta["routed_experts"] = base64.b64encode(
-        base64.b64decode(meta["routed_experts"])[:-4]
-    ).decode()
+    meta["routed_experts"] = text_of(sent_ids(meta["routed_experts"])[:-1])
 
 
 def far_expert(answer: dict[str, Any]) -> None:
     """One expert id is past the range."""
     meta = answer["meta_info"]
-    ids = np.frombuffer(base64.b64decode(meta["routed_experts"]), dtype=np.int32).copy()
+    ids = sent_ids(meta["routed_experts"])
     ids[len(ids) // 2] = FAR_EXPERT
-    meta["routed_experts"] = base64.b64encode(ids.tobytes()).decode()
+    meta["routed_experts"] = text_of(ids)
 
 
 def repeated_expert(answer: dict[str, Any]) -> None:
     """One layer's row is all zeros, as of a server that did not record it."""
     meta = answer["meta_info"]
-    ids = np.frombuffer(base64.b64decode(meta["routed_experts"]), dtype=np.int32).copy()
+    ids = sent_ids(meta["routed_experts"])
     ids[:TOPK] = 0
-    meta["routed_experts"] = base64.b64encode(ids.tobytes()).decode()
+    meta["routed_experts"] = text_of(ids)
 
 
 def fewer_log_probs(answer: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from r3train.routing.wire import decode_routed_experts
+from r3train.routing.wire import decode_routed_experts, shortened
 from r3train.types import RouteShape
 from tests.wire_encoding import encode_routed_experts
 
@@ -145,3 +145,40 @@ def test_what_is_not_base64_is_said_to_be_so(text):
 
 def test_a_single_token_has_no_row():
     assert decode("", 1, sample="7").shape == (0, 1, 2)
+
+
+@pytest.mark.parametrize(
+    "experts, mark", [(8, "u1:"), (255, "u1:"), (256, "u1:"), (257, "u2:"), (65535, "u2:")]
+)
+def test_a_short_text_is_read_as_the_long_one_is(experts, mark):
+    """Of several blocks, the last one ragged."""
+    rng = np.random.default_rng(3)
+    ids = rng.integers(0, experts, (20_011, 3, 1)).astype("<i4")
+    ids[7, 1, 0] = experts - 1
+    text = shortened(ids)
+    assert text.startswith(mark) and len(text) < len(payload(ids)) / 2 + 9
+    for sent in (text, text.encode(), memoryview(text.encode())):
+        got = decode(sent, 20_012, 3, 1, experts, sample="7")
+        assert got.dtype == RouteShape(3, 1, experts).dtype
+        np.testing.assert_array_equal(got, ids)
+
+
+def test_an_id_that_no_short_type_holds_leaves_the_text_long():
+    assert shortened(np.array([[[-1]]], "<i4")) is None
+    assert shortened(np.array([[[1 << 16]]], "<i4")) is None
+    assert shortened(np.zeros((0, 2, 2), "<i4")) == "u1:"
+
+
+def test_what_a_server_says_in_short_is_checked_as_strictly():
+    short = shortened(np.array([[[1, 2]], [[3, 9]]], "<i4"))
+    with pytest.raises(ValueError, match="sample 7: .* row 1, layer 0, slot 1 holds expert 9, exp"):
+        decode(short, sample="7")
+    with pytest.raises(ValueError, match=r"holds 4 bytes, expected 6 \(3 rows .* x 1 bytes\)"):
+        decode(short, 4, experts=16, sample="7")
+    with pytest.raises(ValueError, match="layer 0 names expert 3 twice"):
+        decode(shortened(np.array([[[1, 2]], [[3, 3]]], "<i4")), sample="7")
+    with pytest.raises(ValueError, match="is not base64"):
+        decode("u4:" + short[3:], sample="7")
+    # the bytes of an answer in int32 with a quarter of the rows
+    with pytest.raises(ValueError, match="holds 8 bytes, expected 32"):
+        decode(payload([1, 2]), 5, sample="7")
