@@ -1,6 +1,8 @@
 """Bytes per second from SGLang's payload to the routes on the device, and the cost of filling holes.
 
-    decode (base64 int32 -> uint8) -> pack -> slice -> install and serve every layer, in each of two passes
+    decode (base64 -> uint8) -> pack -> slice -> install and serve every layer, in each of two passes
+
+What a server of this project sends (a byte an id) is measured beside what SGLang itself sends (int32).
 
 The default is 64 samples x 8192 tokens x 48 layers x top 8 of 128 experts; bytes are those of the
 uint8 routes.  Beside it, in the same run: a plain copy of the wire's bytes, all of which have to be
@@ -13,10 +15,13 @@ read (the memory's own speed), and the -1 fill against the formulation by one-ho
 from __future__ import annotations
 
 import argparse
+import base64
+import pickle
 import resource
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from r3train.cpu.device import prepare_device
@@ -24,13 +29,23 @@ from r3train.cpu.device import prepare_device
 DEVICE = prepare_device()
 
 import numpy as np  # noqa: E402
+import orjson  # noqa: E402
+import pybase64  # noqa: E402
 import torch  # noqa: E402
 
-from benchmarks.measure import flags, in_turns, own_clock, ratios, write_result  # noqa: E402
+from benchmarks.measure import (
+    flags,
+    in_turns,
+    own_clock,
+    ratios,
+    spread,
+    write_result,
+)  # noqa: E402
 from benchmarks.samples import route_payload, sample_of_routes  # noqa: E402
+from r3train.engine.http import parse_answer  # noqa: E402
 from r3train.layout.microbatch import build_microbatch, slice_microbatch  # noqa: E402
 from r3train.routing.padding import fill_missing  # noqa: E402
-from r3train.routing.wire import decode_routed_experts  # noqa: E402
+from r3train.routing.wire import decode_routed_experts, shortened  # noqa: E402
 from r3train.trainer.megatron.replay import StagedRoutes  # noqa: E402
 from r3train.types import RankTopology, RouteShape  # noqa: E402
 
@@ -111,7 +126,9 @@ class Microbatch:
 def main() -> None:
     a = flags(__doc__, samples=64, tokens=8192, layers=48, topk=8, experts=128, rounds=5)
     torch.set_num_threads(1)
-    write_result(a.output, {"path": measure_path(a), "fill": measure_fill(a)})
+    write_result(
+        a.output, {"path": measure_path(a), "fill": measure_fill(a), "wire": measure_wire(a)}
+    )
 
 
 def measure_path(a: argparse.Namespace) -> dict[str, Any]:
@@ -147,6 +164,46 @@ def measure_path(a: argparse.Namespace) -> dict[str, Any]:
         path_over_one_copy_of_the_wire=ratios([sum(x.values()) for x in path], copies),
         peak_memory_gigabytes=round(peak / 1e9, 2),
     )
+
+
+def measure_wire(a: argparse.Namespace) -> dict[str, Any]:
+    """One answer's routes in the scheduler, in the server's event loop and in rank 0: int32, again, short."""
+    payload = base64.b64decode(route_payload(a.tokens - 1, a.layers, a.topk, a.experts))
+    shape = RouteShape(a.layers, a.topk, a.experts)
+    ids = torch.frombuffer(bytearray(payload), dtype=torch.int32).view(-1, a.layers, a.topk)
+    # what each leaves to the next
+    left: dict[str, dict[str, bytes]] = {"int32": {}, "int32 again": {}, "short": {}}
+
+    def scheduler(arm: str) -> None:
+        sent = shortened(ids.numpy()) if arm == "short" else ids
+        left[arm]["scheduler"] = pickle.dumps(sent)
+
+    def event_loop(arm: str) -> None:
+        text = pickle.loads(left[arm]["scheduler"])
+        if not isinstance(text, str):
+            text = pybase64.b64encode(text.numpy().tobytes()).decode("utf-8")
+        left[arm]["event loop"] = orjson.dumps({"meta_info": {"routed_experts": text}})
+
+    def rank_0(arm: str) -> None:
+        text = parse_answer(left[arm]["event loop"])["meta_info"]["routed_experts"]
+        decode_routed_experts(text, shape, num_tokens=a.tokens, sample="0")
+
+    found: dict[str, Any] = {}
+    for name, work in (
+        ("scheduler", scheduler),
+        ("event loop", event_loop),
+        ("rank 0", rank_0),
+    ):
+        arms = {arm: partial(work, arm) for arm in left}
+        seconds = in_turns(arms, 4 * a.rounds, clock=clock)
+        found[name] = {
+            "milliseconds": {arm: spread([1e3 * s for s in each]) for arm, each in seconds.items()},
+            "short_over_int32": ratios(seconds["short"], seconds["int32"]),
+            "again_over_int32": ratios(seconds["int32 again"], seconds["int32"]),
+        }
+    kept = ids.numel() * shape.dtype.itemsize
+    sizes = {arm: round(len(sent["event loop"]) / kept, 2) for arm, sent in left.items()}
+    return {"parts": found, "wire_over_kept": sizes}
 
 
 def one_hot_fill(
