@@ -239,6 +239,27 @@ class RecheckedRollout:
 
 
 @dataclass(frozen=True, slots=True)
+class Reading:
+    """A given text of T tokens as one server computed it, in one prefill without a new token.
+
+    Log-prob i is that of token T - len(log_probs) + i, at temperature 1; the first is 0, which no row predicts.
+    """
+
+    log_probs: np.ndarray  # float32[T - s], from token s on
+    rows: np.ndarray  # uint8 or uint16 [T-1, L, K], those of cached tokens too
+    cached_tokens: int  # tokens that came from the prefix cache
+
+
+@dataclass(frozen=True, slots=True)
+class CanaryReadings:
+    """One canary on one server after an update, read three times in this order."""
+
+    early: Reading  # from the middle on; nothing of it can be cached
+    warm: Reading  # the same again, on the cached first half
+    whole: Reading  # from the first token on, without the cache: what the actor is compared with
+
+
+@dataclass(frozen=True, slots=True)
 class TrainSample:
     """A rollout sample with its reward and its advantages."""
 

@@ -297,13 +297,30 @@ class Custody:
 
 
 @dataclass(frozen=True)
+class Served:
+    """The canaries of one weight version on all servers (see ``served_verdict``).
+
+    verdict: passed or failed; servers: readings of all canaries, several of a server that was restarted;
+    inconclusive: comparisons by which no server could be seen to move, because the actor hardly did; decided_by: the first
+    test that failed.
+    """
+
+    verdict: str
+    servers: Amount
+    inconclusive: Amount
+    decided_by: str
+    failures: list[str]
+
+
+@dataclass(frozen=True)
 class StepVerdict:
     """The outcome of one step.
 
     counts: ``COUNTS`` and calls of routers over all passes and layers.  above_threshold: current rows without a
     common expert, where there are more than may be; ``expected`` is the most.  stale_warning: where
     rows of other weights are above the threshold, which fails nothing.
-    sampling: None where no sample was to be rechecked.  custody: None where no agent made the samples.
+    sampling: None where no sample was to be rechecked.  custody: None where no agent made the samples.  served: of the
+    weight version that the step trained, None without canaries; a failure has ended the run before.
     """
 
     step: int
@@ -315,6 +332,7 @@ class StepVerdict:
     stale_warning: str | None = None
     sampling: Sampling | None = None
     custody: Custody | None = None
+    served: Served | None = None
 
     @property
     def passed(self) -> bool:
@@ -511,6 +529,7 @@ def step_line(
         "stale_warning": verdict.stale_warning,
         **({} if verdict.sampling is None else {"sampling": asdict(verdict.sampling)}),
         **({} if verdict.custody is None else {"custody": asdict(verdict.custody)}),
+        **({} if verdict.served is None else {"served": asdict(verdict.served)}),
     }
 
 
