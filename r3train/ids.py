@@ -4,6 +4,7 @@
 |---|---|---|
 | sample id | a rollout's sample | group id times samples per prompt, plus its place: below 2^39 |
 | sample id | a text that measures a server's rounding | ``NOISE_SAMPLES`` + n |
+| sample id | an answer that is part of a canary | ``CANARIES`` + n |
 | sample id | an evaluation's sample | ``evaluation_sample`` |
 | group id | a rollout's prompt | counts from 0 over the run |
 | group id | an evaluation's prompt | ``evaluation_group``: -2 and below |
@@ -29,6 +30,7 @@ import numpy as np
 PADDING_UID = -1
 NO_GROUP = -1
 NOISE_SAMPLES = 1 << 40
+CANARIES = 1 << 41
 HANDLE_ROW_BITS = 24
 
 _EVALUATIONS = 1 << 62

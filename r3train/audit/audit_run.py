@@ -1,6 +1,6 @@
 """A finished run judged again from the records of all its ranks, by the judge of the running job.
 
-Four claims, kept apart (applied, covered, agreement, recheck), and three outcomes: passed, failed with the
+Four claims, kept apart (applied, covered, agreement, recheck), with agents custody and with canaries served, and three outcomes: passed, failed with the
 place, and no evidence, which is never a pass.  The steps are read in the order of ``steps.jsonl``, one
 at a time from all rank files: memory holds the sums of one step and of the run.
 """
@@ -10,13 +10,14 @@ from __future__ import annotations
 import re
 import resource
 from collections import Counter, defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
 from r3train.audit.evidence_schema import (
+    CANARIES,
     EvidenceError,
     METRICS,
     read_lines,
@@ -24,13 +25,14 @@ from r3train.audit.evidence_schema import (
     RESCORED,
     CustodyLine,
     RecheckLine,
+    ServedLine,
     SESSIONS,
     StepLine,
     StepReader,
     STEPS,
     Trained,
 )
-from r3train.audit.findings import Audit, AuditedStep, CUSTODY, Finding, ranges, RECHECK
+from r3train.audit.findings import Audit, AuditedStep, CUSTODY, Finding, ranges, RECHECK, SERVED
 from r3train.chat.custody import problems
 from r3train.config.files import read_toml
 from r3train.data.rotated_files import parts_of
@@ -48,8 +50,16 @@ from r3train.proof.judge import (
     StepVerdict,
 )
 from r3train.proof.recheck_verdict import judge_recheck
+from r3train.proof.served_verdict import inconclusive, judge_served
 from r3train.proof.verdicts import NO_EVIDENCE
-from r3train.proof.writer import CUSTODY_FILE, EVIDENCE_DIR, rank_file, RECHECK_FILE, STEPS_FILE
+from r3train.proof.writer import (
+    CUSTODY_FILE,
+    EVIDENCE_DIR,
+    rank_file,
+    RECHECK_FILE,
+    SERVED_FILE,
+    STEPS_FILE,
+)
 from r3train.types import next_checked, RouteShape
 
 _CONFIG_FILE = "config.toml"
@@ -99,6 +109,7 @@ class _Step:
     totals: StepTotals
     rechecked: list[RecheckLine]
     sessions: list[CustodyLine]
+    canaries: list[ServedLine]
     verdict: StepVerdict
 
     @property
@@ -144,6 +155,7 @@ class _RunAudit:
         self._ranks = sorted({int(match[1]) for match in map(_RANK_FILE.match, names) if match})
         self._place_of: dict[Trained, int] = {}  # line of a verdict in steps.jsonl
         self._latest: dict[int, int] = {}  # step -> the number of its last line
+        self._latest_start: dict[int, str] = {}  # step -> the start of that line
         self._interval: dict[int, int] = {}  # step -> check_interval of its last line
         self._failed: set[int] = set()  # steps of which a line says so
         self._world_size = 0
@@ -156,6 +168,10 @@ class _RunAudit:
         self._sums: Counter[str] = Counter()
         self._rechecked: Counter[str] = Counter()
         self._sessions: Counter[str] = Counter()
+        self._canaries: Counter[str] = Counter()
+        self._canary: ServedLine | None = None  # the last one
+        self._largest_gap = 0.0  # mean of a server's canaries
+        self._has_canaries: dict[str, bool] = {}  # by start
         self._rows_expected = self._masks = 0
         self._own_choice: dict[int, Counter[str]] = {}  # by layer, see ``_Step.own_choice``
         self._last: StepLine | None = None
@@ -186,6 +202,7 @@ class _RunAudit:
                 text = f"a second verdict of step {line.step} by the same start"
                 raise EvidenceError(f"{STEPS_FILE}:{number}: {text}")
             self._place_of[key] = self._latest[line.step] = number
+            self._latest_start[line.step] = line.attempt
             self._interval[line.step] = line.check_interval
             self._world_size = max(self._world_size, line.world_size)
             if not line.passed:
@@ -210,6 +227,7 @@ class _RunAudit:
         files = {r: StepReader(rank_file(self._run_dir, r), RECORDS) for r in self._ranks}
         rechecked = StepReader(self._steps_file.with_name(RECHECK_FILE), RESCORED)
         sessions = StepReader(self._steps_file.with_name(CUSTODY_FILE), SESSIONS)
+        canaries = StepReader(self._steps_file.with_name(SERVED_FILE), CANARIES)
         for place, line in enumerate(islice(self._verdicts(), len(self._place_of)), start=1):
             shape = RouteShape(
                 max(line.expected_fingerprints, default=0), line.topk, line.num_experts
@@ -223,10 +241,12 @@ class _RunAudit:
                     totals.add(record)
             compared = list(self._of_step(rechecked, place))
             trained = list(self._of_step(sessions, place))
+            served = list(self._canaries_of(canaries, place))
             limit = line.mismatch_threshold if self._threshold is None else self._threshold
             verdict = judge(totals, line, shape, mismatch_threshold=limit)
             superseded = self._latest[line.step] != place
-            self._add(_Step(line, superseded, totals, compared, trained, verdict))
+            self._add(_Step(line, superseded, totals, compared, trained, served, verdict))
+        list(self._canaries_of(canaries, len(self._place_of) + 1))
         for file in (*files.values(), rechecked, sessions):  # what follows the last verdict
             list(self._of_step(file, len(self._place_of) + 1))
 
@@ -241,9 +261,52 @@ class _RunAudit:
             elif record.step not in self._unjudged[record.attempt]:
                 self._unjudged[record.attempt].add(record.step)
 
+    def _canaries_of(self, file: StepReader, place: int) -> Iterator[ServedLine]:
+        """Yield the canaries of the verdict at ``place``, and judge those of updates without one on their own."""
+        for own, record in file.until(place, self._place_of):
+            if own == place:
+                yield record
+            elif own:
+                text = f"canaries of version {record.step} stand after those of a later one"
+                raise EvidenceError(f"{file.name}: {text}")
+            else:
+                self._add_canaries([record])
+                attempt = record.attempt
+                superseded = self._latest_start.get(record.step, "") > attempt
+                for text in judge_served([record]).failures:
+                    named = attempt if superseded else ""
+                    finding = Finding(SERVED, text, record.step, attempt=named)
+                    if superseded and self._accept:
+                        text = f"accepted, of a step that was trained again: {finding}"
+                        self.audit.notes.append(text)
+                    else:
+                        self.audit.find(finding)
+
+    def _add_canaries(self, records: Sequence[ServedLine]) -> None:
+        if not records:
+            return
+        self.audit.claims.setdefault(SERVED, NO_EVIDENCE)
+        self._canary = records[-1]
+        self._canaries.update(
+            updates=1,
+            readings=len(records),
+            inconclusive=sum(map(inconclusive, records)),
+            rows=sum(record.rows for record in records),
+            rows_left=sum(record.rows_left for record in records),
+        )
+        self._largest_gap = max(self._largest_gap, *(record.gap_mean for record in records))
+
     def _add(self, step: _Step) -> None:
         """Find what is wrong with one time that a step was trained, and add it to the sums if it counts."""
         findings, line, verdict = list(_findings(step)), step.line, step.verdict
+        self._add_canaries(step.canaries)
+        if self._has_canaries.setdefault(line.attempt, line.served is not None) != (
+            line.served is not None
+        ):
+            what = (
+                "the run's own verdict on canaries is missing, here or at the start's other steps"
+            )
+            findings.append(step.finding(SERVED, what))
         if line.custody is not None or step.sessions:
             self.audit.claims.setdefault(CUSTODY, NO_EVIDENCE)
         if step.lost:
@@ -383,6 +446,7 @@ class _RunAudit:
                 "rows_of_sampling_mask": self._masks,
                 "rechecked": dict(self._rechecked),
                 **({"custody": dict(self._sessions)} if CUSTODY in audit.claims else {}),
+                **({"served": self._served_numbers()} if self._canary is not None else {}),
                 **self._sums,
             }
         reason = ""
@@ -395,6 +459,16 @@ class _RunAudit:
         if not self._rechecked["parts"]:
             shown.discard(RECHECK)
         audit.conclude(reason, shown=shown)
+
+    def _served_numbers(self) -> dict[str, Any]:
+        noise = self._canary.noise
+        return {
+            **self._canaries,
+            "gap_mean": self._largest_gap,
+            "repeat_off": noise.repeat.log_prob_off,
+            "exact": noise.repeat.is_none,
+            "coverage": asdict(self._canary.coverage),
+        }
 
     def _why_nothing(self) -> str:
         """The reason why not one step of the run can be judged."""
@@ -437,6 +511,9 @@ def _findings(step: _Step) -> Iterator[Finding]:
                 yield step.finding("agreement", what, *place, got=got, expected=expected)
     for f in judge_recheck(step.rechecked, 0).failures:
         yield step.failed(RECHECK, f)
+    if served := judge_served(step.canaries):
+        for text in served.failures:
+            yield step.finding(SERVED, text)
     for session in step.sessions:
         for text in problems(session):
             yield step.finding(CUSTODY, text)
@@ -456,6 +533,7 @@ def _contradictions(step: _Step, *, by_own: bool) -> Iterator[Finding]:
         (claim, "failures", [str(f) for f in line.failures], []),
         (RECHECK, "sampling", line.sampling, sampling),
         (CUSTODY, "custody", line.custody, judge_custody(step.sessions)),
+        (SERVED, "served", line.served, judge_served(step.canaries)),
     ]
     if not step.lost:
         parts.append(("covered", "counts", line.counts, verdict.counts))

@@ -9,12 +9,12 @@ import shutil
 import sys
 import textwrap
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from r3train.config.sources import plain
-from r3train.audit.findings import CUSTODY, RECHECK
+from r3train.audit.findings import CUSTODY, RECHECK, SERVED
 
 if TYPE_CHECKING:
     from r3train.audit.findings import Audit
@@ -30,6 +30,7 @@ _CLAIM_WORDS = {
     "agreement": "the trainer's own choice stays near the rollout's",
     RECHECK: "the rollout's experts are those that its servers chose",
     CUSTODY: "an agent's tokens are trained exactly once, and no others",
+    SERVED: "after an update servers compute what the actor computes",
 }
 
 
@@ -142,6 +143,8 @@ def claim_facts(audit: Audit) -> dict[str, str]:
             f"{_amount(of['sessions'], 'session')}: {of['tokens']} tokens sampled and delivered, in"
             f" {_amount(of['samples'], 'sample')}"
         )
+    if SERVED in audit.claims:
+        facts[SERVED] = _served_facts(n["served"])
     again = n["rechecked"]
     if again["parts"]:
         facts[RECHECK] = (
@@ -160,6 +163,18 @@ def claim_facts(audit: Audit) -> dict[str, str]:
                 "agreement"
             ] += f"; of the actor's own weight version {own}, of others {a['stale_mismatch']:.3%}"
     return facts
+
+
+def _served_facts(of: dict[str, Any]) -> str:
+    use = of["coverage"]
+    repeats = "bit by bit" if of["exact"] else f"to {of['repeat_off']:.2g} nats"
+    return (
+        f"{_amount(of['updates'], 'update')}, {_amount(of['readings'], 'reading')} of all canaries, which use"
+        f" {use['experts_used'] / use['experts']:.0%} of the (layer, expert) pairs and"
+        f" {use['tokens_used'] / use['vocabulary']:.0%} of the vocabulary: at most {of['gap_mean']:.2g} nats from the"
+        f" actor on average, other experts in {of['rows_left']:,} of {of['rows']:,} rows, {of['inconclusive']}"
+        f" inconclusive; servers repeat themselves {repeats}"
+    )
 
 
 def _text_of(audit: Audit) -> str:

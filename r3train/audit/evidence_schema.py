@@ -2,7 +2,7 @@
 
 ``rank_NNNNN.jsonl`` and its parts hold a ``RecordLine`` a router call or a sum of calls, ``steps.jsonl`` a ``StepLine`` a step,
 ``rechecked.jsonl`` a ``RecheckLine`` a part of a sample that its server rechecked, ``custody.jsonl`` a ``CustodyLine`` a
-session of an agent.
+session of an agent, ``served.jsonl`` a ``ServedLine`` a server and update.
 """
 
 from __future__ import annotations
@@ -29,9 +29,11 @@ from r3train.proof.judge import (
     Failure,
     Sampling,
     SAMPLING_MASK,
+    Served,
     StepExpectation,
 )
 from r3train.proof.recheck_verdict import RecheckRecord
+from r3train.proof.served_verdict import ServedRecord
 from r3train.types import Fingerprint, ReplayEvidence, ReplayPass
 
 _HEX = re.compile(r"0x[0-9a-f]{1,16}", re.ASCII)
@@ -68,6 +70,13 @@ class CustodyLine(CustodyRecord):
     attempt: Attempt = ""
 
 
+@dataclass(frozen=True, slots=True)
+class ServedLine(ServedRecord):
+    """One line of ``served.jsonl``: the canaries on a server after an update, and the start of the run that read them."""
+
+    attempt: Attempt = ""
+
+
 class StepLine(StepExpectation, frozen=True, kw_only=True):
     """One line of ``steps.jsonl``: the run's own verdict on a step, and all that it was judged by.
 
@@ -90,6 +99,7 @@ class StepLine(StepExpectation, frozen=True, kw_only=True):
     stale_warning: str | None
     sampling: Sampling | None = None
     custody: Custody | None = None
+    served: Served | None = None
 
     def __post_init__(self) -> None:
         if self.topk > self.num_experts:
@@ -128,6 +138,7 @@ def _fingerprint(kind: type, value: Any) -> Any:
 
 RECORDS = msgspec.json.Decoder(RecordLine, dec_hook=_fingerprint)
 RESCORED = msgspec.json.Decoder(RecheckLine, dec_hook=_fingerprint)
+CANARIES = msgspec.json.Decoder(ServedLine)
 SESSIONS = msgspec.json.Decoder(CustodyLine)
 STEPS = msgspec.json.Decoder(StepLine, dec_hook=_fingerprint)
 METRICS = msgspec.json.Decoder(MetricsLine)

@@ -1,4 +1,4 @@
-"""The result of an audit: a verdict, four claims (five with agents), findings with their places, and one record per step."""
+"""The result of an audit: a verdict, four claims (and those of agents and of canaries), findings with their places, and one record per step."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from r3train.proof.verdicts import FAILED, NO_EVIDENCE, PASSED
 RECHECK = "recheck"
 CLAIMS = ("applied", "covered", "agreement", RECHECK)
 CUSTODY = "custody"  # a claim of runs with agents only
+SERVED = "served"  # of runs with canaries
 MAX_FINDINGS = 1000
 
 

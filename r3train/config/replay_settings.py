@@ -33,6 +33,7 @@ PublishBug = Literal[
 ]
 
 _ROUTE, _PUBLISH = "|".join(get_args(RouteBug)), "|".join(get_args(PublishBug))
+_FEWEST_CANARY_TOKENS = 32
 _GRAPH = "a CUDA graph over the router replays one capture's experts"
 # settings of Megatron, wherever they are given, with the values that harm -> why
 _NOT_REPLAYED = {
@@ -78,6 +79,10 @@ class ReplaySection(Section):
     r3_audit_share: float = Field(default=0.01, ge=0, le=1)
     """With the check on: share of a rollout's samples, at least one, that their servers compute again,
     to compare rows and log-probs with those delivered; 0 is off."""
+    r3_canaries: int = Field(default=1024, ge=0)
+    """With the check on: tokens of fixed texts, four at least, that every server and the actor score after
+    every weight update, before a rollout is sent; the run ends where they disagree (docs/r3.md).  0 is off, and so is
+    --colocate."""
     r3_keep_score_ratio: Annotated[
         float, requires("use_rollout_routing_replay: nothing is replayed")
     ] = Field(default=0.0, ge=0, le=1)
@@ -112,6 +117,19 @@ class ReplaySection(Section):
     ] = None
     """Plant a deliberate bug, to see its check fail: in the replay, in the servers' answers (answer_...), or
     in the weights on their way to the servers."""
+
+    @check
+    def _canaries(self, run: RunConfig) -> Iterator[str]:
+        asked, default = self.r3_canaries, type(self).model_fields["r3_canaries"].default
+        if 0 < asked < _FEWEST_CANARY_TOKENS:
+            yield (
+                f"r3_canaries {asked} is below {_FEWEST_CANARY_TOKENS}: four texts of eight tokens; 0 is off"
+            )
+        if asked not in (0, default) and run.rollout.colocate:
+            yield (
+                f"r3_canaries {asked} cannot go with --colocate: servers and actor are never on the devices at"
+                " the same time"
+            )
 
     @check
     def _switches(self, run: RunConfig) -> Iterator[str]:

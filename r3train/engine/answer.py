@@ -18,7 +18,7 @@ import numpy as np
 from r3train.data.sampled import no_log_prob, outside_vocabulary
 from r3train.engine.backend import EngineError, Request, Segment
 from r3train.routing.wire import decode_routed_experts
-from r3train.types import Rechecked, RecheckPart, RouteShape
+from r3train.types import Reading, Rechecked, RecheckPart, RouteShape
 
 T = TypeVar("T")
 
@@ -171,6 +171,33 @@ def read_recheck(
         rows=rows,
         log_probs=scored[start + 1 :],
     )
+
+
+def read_given(
+    answer: Any, token_ids: np.ndarray, start: int, rid: str, *, routes: RouteShape
+) -> Reading:
+    """Validate and convert the answer to a text that was given, with log-probs after token ``start``.
+
+    Raises ValueError for one that is aborted or contradicts itself or the request.
+    """
+    name, num_tokens = "of a canary", len(token_ids)
+    try:
+        meta = meta_of(answer, rid, name)
+        if _finish_reason(meta.get("finish_reason"), name) == "abort":
+            raise ValueError(f"sample {name}: aborted")
+        expect_counts(meta, name, prompt_tokens=num_tokens, completion_tokens=0)
+        cached = meta.get("cached_tokens")
+        if type(cached) is not int or not 0 <= cached < num_tokens:
+            got = repr(cached)[:100]
+            raise ValueError(f"sample {name}: cached_tokens is {got}, expected 0..{num_tokens - 1}")
+        scored = input_log_probs(meta, token_ids[start:], name)
+        payload = meta.get("routed_experts")
+        rows = _rows(payload, routes, num_tokens, 0, name, decode_routed_experts)
+    except (AttributeError, LookupError, OverflowError, TypeError) as error:
+        raise ValueError(
+            f"sample {name}: a damaged answer: {type(error).__name__}: {error}"
+        ) from error
+    return Reading(scored, rows, cached)
 
 
 def input_log_probs(meta: Mapping[str, Any], token_ids: np.ndarray, name: str) -> np.ndarray:

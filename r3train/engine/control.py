@@ -13,10 +13,11 @@ from typing import Any, TypeVar
 import numpy as np
 
 from r3train.config.sources import raise_all
-from r3train.engine.answer import input_log_probs, meta_of
+from r3train.engine.answer import input_log_probs, meta_of, read_given
 from r3train.engine.backend import EngineError
 from r3train.engine.http import SGLangHTTP
 from r3train.engine.refusals import refused, settings_of_a_server
+from r3train.types import CanaryReadings, Reading, RouteShape
 
 logger = logging.getLogger(__name__)
 
@@ -485,6 +486,49 @@ class EngineControl:
             raise EngineError(
                 f"{url}: input_token_logprobs of /generate: {type(error).__name__}: {error}"
             ) from None
+
+    def read_canary(
+        self,
+        token_ids: np.ndarray,
+        key: str,
+        *,
+        server: int,
+        routes: RouteShape,
+        adapter: str | None = None,
+    ) -> CanaryReadings:
+        """Let a server score a text three times: from its middle on, the same again, and from its first token.
+
+        key: the cache key of this text alone, by which nothing else can fill or use the cache.
+        """
+        half = len(token_ids) // 2
+        asked = (token_ids, key, server, routes, adapter)
+        early, warm = self._score(half, *asked), self._score(half, *asked)
+        return CanaryReadings(early, warm, self._score(0, *asked))
+
+    def _score(
+        self,
+        start: int,
+        token_ids: np.ndarray,
+        key: str,
+        server: int,
+        routes: RouteShape,
+        adapter: str | None,
+    ) -> Reading:
+        body = {
+            "rid": _probe_id(),
+            "input_ids": token_ids.tolist(),
+            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+            "return_logprob": True,
+            "logprob_start_len": start,
+            "return_routed_experts": True,
+            "extra_key": key,
+            **_of_adapter(adapter),
+        }
+        answer = self._run(self._http.call(server, "/generate", body, what="canary"))
+        try:
+            return read_given(answer, token_ids, start, body["rid"], routes=routes)
+        except ValueError as error:
+            raise EngineError(f"{self._http.urls[server]}: {error}") from None
 
     def close(self) -> None:
         """Close the connections and end the thread. Idempotent."""

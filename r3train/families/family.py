@@ -76,6 +76,8 @@ class Family:
     """SGLang's attention backend on a CPU, where the one of its own choice does not serve the family."""
     activation_steps: int = 0
     """Steps of an expert's gated activation that each keep a result, where no kernel fuses them."""
+    served_in_less: bool = False
+    """SGLang keeps a tensor in fewer bits than an actor in float32 does."""
     log_prob_gap: float = 1e-4
     """The largest difference, in nats, between SGLang's log-probs and the actor's in float32."""
 

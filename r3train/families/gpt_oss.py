@@ -101,7 +101,8 @@ GPT_OSS = Family(
     },
     rope_types=("yarn",),
     alone={"expert_tensor_parallel_size": "its experts have biases"},
-    log_prob_gap=1e-3,  # SGLang keeps its sinks in bfloat16
+    served_in_less=True,  # its sinks, in bfloat16
+    log_prob_gap=1e-3,
     lora=True,
     conflicts=_conflicts,
     defaults={"rms_norm_eps": 1e-5, "rope_theta": 150000.0, "head_dim": 64, "swiglu_limit": 7.0},

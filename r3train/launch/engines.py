@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,7 +32,7 @@ from r3train.loop.stage_weight_sync import StageLeaderPublisher, PerStagePublish
 from r3train.engine.adapters import AdapterPublisher, Adapters, adapter_name
 from r3train.engine.addresses import address_for, address_of_interface, host_of, interface_of
 from r3train.engine.addresses import is_loopback
-from r3train.engine.backend import RolloutBackend, SamplingParams
+from r3train.engine.backend import Request, RolloutBackend, SamplingParams
 from r3train.engine.control import MEMORY, EngineControl, ServerVersions
 from r3train.engine.key import engine_api_key
 from r3train.generation.agent_episode import AgentEpisode
@@ -49,7 +51,8 @@ from r3train.engine.publish import WeightPublisher
 from r3train.engine.publish_disk import DiskPublisher, require_equal_on_servers
 from r3train.engine.publish_memory import SharedMemoryPublisher
 from r3train.hf_checkpoint import NamedTensors
-from r3train.types import Prompt
+from r3train.ids import CANARIES, NO_GROUP
+from r3train.types import CanaryReadings, Prompt
 
 T = TypeVar("T", bound=DiskPublisher | SharedMemoryPublisher)
 
@@ -61,6 +64,8 @@ _SEGMENT_LEN_ON_GPUS = 2048
 # a core with other work, of which this is less than half
 _ROUTES_BYTES_S = 100e6
 _WIRE_BYTES_OF_AN_ID = 4 * 4 / 3
+# drawn at the start, where texts are short
+_MOST_CANARY_ANSWERS = 64
 
 
 class Engines(RolloutFleet):
@@ -275,6 +280,81 @@ class Engines(RolloutFleet):
             return 0
         return self._control.cached_tokens(token_ids, adapter=self._newest_adapter)
 
+    def canary_texts(self, count: int, longest: int) -> list[np.ndarray]:
+        """Make ``count`` texts of ``longest`` tokens, int32[longest] each: prompts of the run with answers to them.
+
+        Prompts and seeds of the answers follow from --rollout-seed.  Short texts are joined, and the last one of a
+        text is cut.
+        """
+        rollout, random = self.job.config.rollout, np.random.default_rng(
+            self.job.config.rollout.rollout_seed
+        )
+        sampling = replace(self._sampling(), max_context_len=None, mask_vocab=None)
+
+        def request(number: int) -> Request:
+            prompt = self.job.prompts[random.integers(len(self.job.prompts))]
+            ids = prompt.token_ids[: longest - 1]
+            return Request(
+                sample_id=CANARIES + number,
+                group_id=NO_GROUP - number,
+                prompt_id=prompt.prompt_id,
+                token_ids=ids,
+                max_new_tokens=min(rollout.rollout_max_response_len, longest - len(ids)),
+                sampling=sampling,
+                wants_routes=False,
+                weight_version=self._adapters.versions[-1] if self._adapters else None,
+            )
+
+        async def drawn(number_of: range) -> list[np.ndarray]:
+            client = self._make_client()
+            try:
+                asked = [request(number) for number in number_of]
+                answers = await asyncio.gather(*map(client.generate, asked))
+            finally:
+                await client.aclose()
+            pairs = zip(asked, answers)
+            return [np.concatenate([r.token_ids, a.token_ids]).astype(np.int32) for r, a in pairs]
+
+        texts = asyncio.run(drawn(range(count)))
+        if min(map(len, texts)) < longest:
+            texts += asyncio.run(drawn(range(count, _MOST_CANARY_ANSWERS)))
+        made = []
+        for first in range(count):
+            parts = [texts[first]]
+            while sum(map(len, parts)) < longest:
+                parts.append(texts[random.integers(len(texts))])
+            made.append(np.concatenate(parts)[:longest])
+        return made
+
+    def read_canaries(
+        self, texts: Sequence[np.ndarray], keys: Sequence[str], version: int, *, at_once: bool
+    ) -> dict[int, list[CanaryReadings]]:
+        """Let every server in use score texts, one after the other or all ``at_once``; {server: of each text}.
+
+        keys: the cache key of each text.  A server that does not hold ``version`` is not in use.
+        """
+        servers = self._versions.holders(version)
+
+        def read(place: tuple[int, int]) -> CanaryReadings:
+            server, i = place
+            return self._control.read_canary(
+                texts[i],
+                keys[i],
+                server=server,
+                routes=self._route_shape,
+                adapter=self._newest_adapter,
+            )
+
+        def of_server(server: int) -> list[CanaryReadings]:
+            places = [(server, i) for i in range(len(texts))]
+            if not at_once:
+                return list(map(read, places))
+            with ThreadPoolExecutor(len(places)) as pool:
+                return list(pool.map(read, places))
+
+        with ThreadPoolExecutor(len(servers)) as pool:
+            return dict(zip(servers, pool.map(of_server, servers), strict=True))
+
     @property
     def _newest_adapter(self) -> str | None:
         """The name of the newest adapter; None where servers have none."""
@@ -313,8 +393,16 @@ class Engines(RolloutFleet):
 
     def make_client(self) -> RolloutBackend:
         """Make the client of the servers, in the event loop that uses it."""
+        self._client = client = self._make_client()
+        if self._supervisor is None or not self._supervisor.restartable:
+            return client
+        return ResubmittingBackend(
+            client, self._supervisor, versions_stay=self._adapters is not None
+        )
+
+    def _make_client(self) -> SGLangClient:
         job, rollout = self.job, self.job.config.rollout
-        client = SGLangClient(
+        return SGLangClient(
             self._addrs,
             routes=self._routes.row_shape,
             sent_routes=self._route_shape,
@@ -333,11 +421,21 @@ class Engines(RolloutFleet):
             vocab_size=job.hf.vocab_size,
             ends_at=lambda server: self._text_ends[server],
         )
-        self._client = client
-        if self._supervisor is None or not self._supervisor.restartable:
-            return client
-        return ResubmittingBackend(
-            client, self._supervisor, versions_stay=self._adapters is not None
+
+    def _sampling(self) -> SamplingParams:
+        """How the run's rollouts are sampled."""
+        job, rollout = self.job, self.job.config.rollout
+        return SamplingParams(
+            max_new_tokens=rollout.rollout_max_response_len,
+            temperature=rollout.rollout_temperature,
+            top_p=rollout.rollout_top_p,
+            top_k=rollout.rollout_top_k,
+            stop_token_ids=job.stop_token_ids,
+            may_stop_at=job.own_stops_of_servers,
+            ignore_eos=rollout.rollout_ignore_eos,
+            max_context_len=rollout.rollout_max_context_len,
+            seed=rollout.rollout_seed,
+            mask_vocab=job.hf.vocab_size if rollout.replays_sampling_mask else None,
         )
 
     def start_producer(self) -> Producer:
@@ -353,18 +451,7 @@ class Engines(RolloutFleet):
             self.make_client,
             lambda group: job.prompts[order.index(group)],
             Asking(
-                SamplingParams(
-                    max_new_tokens=rollout.rollout_max_response_len,
-                    temperature=rollout.rollout_temperature,
-                    top_p=rollout.rollout_top_p,
-                    top_k=rollout.rollout_top_k,
-                    stop_token_ids=job.stop_token_ids,
-                    may_stop_at=job.own_stops_of_servers,
-                    ignore_eos=rollout.rollout_ignore_eos,
-                    max_context_len=rollout.rollout_max_context_len,
-                    seed=rollout.rollout_seed,
-                    mask_vocab=job.hf.vocab_size if rollout.replays_sampling_mask else None,
-                ),
+                self._sampling(),
                 segment_len=self._segment_len,
                 pool_facts=self._pool_facts,
                 versions_stay=self._adapters is not None,

@@ -264,6 +264,7 @@ def train(
         plant=plant,
         profiler=profiler,
         stage=stage,
+        resumed=None if resume.model_only else resume.checkpoint,
     ).run(resume.start_rollout_id)
     if config.checkpoint.save_hf is not None:
         export_hf(job, actor, trained)

@@ -25,6 +25,7 @@ hold before rollout n+1 trains.  Only rank 0 holds the engines, the display and 
 from __future__ import annotations
 
 from dataclasses import dataclass, InitVar, KW_ONLY
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,6 +34,7 @@ import torch.distributed as dist
 from r3train.config import RunConfig
 from r3train.config.hf_facts import HfModelFacts
 from r3train.host_group import host_barrier, rank_zero_alone
+from r3train.loop.canaries import Canaries, NotServed
 from r3train.loop.device_turns import Colocated, Disaggregated
 from r3train.loop.distribute import gather_topologies
 from r3train.loop.fleet import RankZero
@@ -65,7 +67,8 @@ class AsyncLoop:
 
     rank_zero: None on other ranks; evidence: None with the R3 check off; routes: brings
     routes to the slices; plant: spoils a rollout's samples on purpose (--plant-bug, --plant-fault);
-    profiler: of the steps that the settings name; stage: sends a later pipeline stage's weights, on its leader.
+    profiler: of the steps that the settings name; stage: sends a later pipeline stage's weights, on its leader;
+    resumed: the checkpoint that the run goes on from.
     """
 
     config: RunConfig
@@ -79,6 +82,7 @@ class AsyncLoop:
     plant: InitVar[Plant | None] = None
     profiler: StepProfiler | None = None
     stage: StageLeaderPublisher | None = None
+    resumed: Path | None = None
 
     def __post_init__(self, plant: Plant | None) -> None:
         config, hf, actor, rank_zero = self.config, self.hf, self.actor, self.rank_zero
@@ -88,15 +92,20 @@ class AsyncLoop:
         self._turns = Disaggregated()
         if config.rollout.colocate:
             self._turns = Colocated(config, actor, fleet, self._recovery)
+        self._canaries = None
+        if config.canaries:
+            of_run = (config, hf, actor, self._topologies, rank_zero, self.evidence)
+            self._canaries = Canaries(*of_run, resumed=self.resumed)
+            run_state.keep_more = self._canaries.keep
         self._update = WeightUpdate(
             *(config, hf, actor, rank_zero, self._turns, self._recovery),
-            *(run_state, self.stage, self._topologies),
+            *(run_state, self.stage, self._topologies, self._canaries),
         )
         plant = planted_in_routes(plant, routes) if plant is not None else None
         self._intake = Intake(
             config, hf, rank_zero, routes, run_state, self._update, self._topologies, plant
         )
-        self._proof = StepProof(config, hf, actor, self.evidence, routes)
+        self._proof = StepProof(config, hf, actor, self.evidence, routes, self._canaries)
         self._source: RolloutSource | None = None  # on rank 0
         self._route_wire_bytes = 0
         self._speed = None
@@ -110,6 +119,18 @@ class AsyncLoop:
         Raises what went wrong: most errors on all ranks, of which rank 0 has the cause; an error of a weight update, or
         one that ``Recovery.fatal`` holds at the end, on rank 0.
         """
+        try:
+            return self._run(start_rollout_id)
+        except NotServed as error:
+            # with servers that went on nobody knows which answers in the buffer are theirs
+            if error.version > start_rollout_id and not self._canaries.beside_generation:
+                what = "a server does not compute what the actor computes"
+                self.run_state.save_failed(error.version, str(error), what)
+            if self.rank_zero is None:
+                host_barrier()  # rank 0 ends the job with the verdict, and would be hidden
+            raise
+
+    def _run(self, start_rollout_id: int) -> int:
         run_state, num_rollout = self.run_state, self.config.rollout.num_rollout
         self._start(start_rollout_id)
         for rollout_id in range(start_rollout_id, num_rollout):
@@ -132,7 +153,11 @@ class AsyncLoop:
             with clock.phase("eval_wait"):
                 self._end_evaluation()
             stopping, is_last = run_state.agree_on_stop(), rollout_id + 1 == num_rollout
-            update = self._hand_over(rollout_id + 1, clock, stopping=stopping, is_last=is_last)
+            try:
+                update = self._hand_over(rollout_id + 1, clock, stopping=stopping, is_last=is_last)
+            except NotServed as error:
+                self._report(rollout_id, {**metrics, **error.metrics})
+                raise
             self._report(rollout_id, {**metrics, **update, **self._step_metrics(clock, taken)})
             if stopping and not is_last:
                 run_state.save_stopped(rollout_id + 1)
@@ -150,6 +175,8 @@ class AsyncLoop:
         """Bring the servers to the weights that the run starts from, and begin to generate."""
         if rollout_id or self.config.servers_may_hold_other_weights:
             self._update.publish(rollout_id)
+        if self._canaries is not None:
+            self._canaries.begin(rollout_id)
         if self.rank_zero is not None:
             self._source = self.run_state.watch(self.rank_zero.engines.start_producer())
             self._intake.set_source(self._source)

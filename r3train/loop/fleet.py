@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from r3train.loop.run_evaluations import Evaluations
 from r3train.loop.rollout_source import RolloutSource
 from r3train.observe.console import RunDisplay
 from r3train.observe.metrics import MetricsWriter
-from r3train.types import Scored
+from r3train.types import CanaryReadings, Scored
 
 
 class RolloutFleet:
@@ -51,6 +52,16 @@ class RolloutFleet:
     def stale_tokens(self, token_ids: np.ndarray) -> int:
         """Tokens of a text that a server kept in its cache from before an update."""
         return 0
+
+    def canary_texts(self, count: int, longest: int) -> list[np.ndarray]:
+        """Texts of the run's own kind, int32[longest] each."""
+        raise AssertionError("there is no server")
+
+    def read_canaries(
+        self, texts: Sequence[np.ndarray], keys: Sequence[str], version: int, *, at_once: bool
+    ) -> dict[int, list[CanaryReadings]]:
+        """What every server that holds ``version`` says of texts, each with its cache key."""
+        raise AssertionError("there is no server")
 
     def route_wire_bytes(self) -> int:
         """Base64 bytes of routes that this process has received."""

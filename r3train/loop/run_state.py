@@ -37,6 +37,7 @@ class RunState:
     run_facts: JSON-able, saved with a checkpoint and compared on resuming; prompt_file: fingerprint
     of the file that rank 0 read; checkpointer: None without --save; note: shows a line to people;
     with_routes: turns a sample of rank 0's records into one with its routes, for files.
+    keep_more: writes other files of rank 0's into a checkpoint.
     export: writes the weights after so many rollouts (--save-hf PATH/{rollout_id}), a collective.
     """
 
@@ -50,6 +51,7 @@ class RunState:
     note: Callable[[str], None]
     with_routes: Callable[[RolloutSample], RolloutSample]
     export: Callable[[int], None] | None = None
+    keep_more: Callable[[Path], None] = lambda directory: None
 
     def __post_init__(self) -> None:
         self._bad_rollouts = 0  # in a row, with a step that was skipped; the same on all ranks
@@ -171,6 +173,7 @@ class RunState:
                 config = directory / CONFIG_FILE
                 if not config.exists():  # of a complete checkpoint only the buffer may be replaced
                     config.write_text(self.config.to_toml(), encoding="utf-8")
+                    self.keep_more(directory)
                 if state is not None:
                     [samples] = self._whole([state.samples])
                     facts_of_samples = {**state.facts, TEMPERATURE: self._temperature}

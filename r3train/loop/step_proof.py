@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from r3train.chat.custody import custody_of_samples
 from r3train.config import RunConfig
 from r3train.config.hf_facts import HfModelFacts
+from r3train.loop.canaries import Canaries
 from r3train.loop.prepare import Prepared
 from r3train.loop.rollout_source import RolloutSource
 from r3train.loop.route_transport import Routes
@@ -30,7 +31,7 @@ logger = logging.getLogger(__name__)
 class StepProof:
     """Judges the replay of each step; all ranks call its methods together.
 
-    evidence: None with the R3 check off; source: rank 0's, which rechecks samples.
+    evidence: None with the R3 check off; source: rank 0's, which rechecks samples; canaries: None where they are off.
     """
 
     config: RunConfig
@@ -38,6 +39,7 @@ class StepProof:
     actor: MegatronActor
     evidence: EvidenceWriter | None
     routes: Routes
+    canaries: Canaries | None
 
     def __post_init__(self) -> None:
         self._start: int | None = None  # the first rollout that was asked about
@@ -72,6 +74,7 @@ class StepProof:
             rechecked=rechecked,
             missed=missed,
             custody=self._custody(rollout_id, prepared),
+            served=self.canaries and self.canaries.served(rollout_id),
         )
         if (
             verdict is not None and verdict.stale_warning

@@ -14,6 +14,7 @@ from r3train.config.hf_facts import HfModelFacts
 from r3train.hf_checkpoint import WeightIndex
 from r3train.host_group import rank_zero_alone
 from r3train.loop import weight_probe
+from r3train.loop.canaries import Canaries
 from r3train.loop.device_turns import Disaggregated, Sent
 from r3train.loop.distribute import broadcast_json, gather_json
 from r3train.loop.fleet import RankZero
@@ -32,7 +33,7 @@ class WeightUpdate:
     """Publishes weight versions; all ranks call its methods together.
 
     rank_zero: None on other ranks; stage: sends a later pipeline stage's weights, on its leader;
-    topologies: of all ranks.
+    topologies: of all ranks; canaries: None where they are off.
     """
 
     config: RunConfig
@@ -44,6 +45,7 @@ class WeightUpdate:
     run_state: RunState
     stage: StageLeaderPublisher | None
     topologies: list[RankTopology]
+    canaries: Canaries | None = None
 
     def __post_init__(self) -> None:
         self._source: RolloutSource | None = None
@@ -60,7 +62,11 @@ class WeightUpdate:
         self._source = source
 
     def publish(self, weight_version: int) -> dict[str, Any]:
-        """Bring all servers to the weights of ``weight_version``; returns metrics on rank 0."""
+        """Bring all servers to the weights of ``weight_version``; returns metrics on rank 0.
+
+        Raises NotServed on all ranks where a server does not compute what the actor computes; then nothing more
+        is generated.
+        """
         if not self.config.has_engines:
             return {}
         if self.rank_zero is not None:
@@ -105,7 +111,7 @@ class WeightUpdate:
 
         Returns metrics, or on rank 0 a failure that a restart of the servers fixes.  Nothing is sent if
         the source has failed meanwhile.  Raises ValueError where the tensors that went out are not those
-        of the checkpoint.
+        of the checkpoint, and NotServed.
         """
         adapters = self.config.serves_adapters
         targets_only = self._servers_hold_base and self.config.may_send_targets_alone
@@ -125,13 +131,16 @@ class WeightUpdate:
                     quietly.enter_context(quiet)
                 except Exception as error:  # noqa: BLE001 - the other ranks go on first
                     failure = error
+        canaries = self.canaries if self.canaries is not None and self.canaries.ready else None
         if self.rank_zero is None:
             if self.stage is not None:
                 self.stage.send(weights, version=weight_version)
             for _ in chain(weights, *again):
                 raise AssertionError("only rank 0 holds whole tensors")
+            if canaries is not None:
+                canaries.join(weight_version)
             return {}, None
-        fleet, published = self.rank_zero.engines, None
+        fleet, published, said = self.rank_zero.engines, None, {}
 
         def drain() -> None:
             """Let the other ranks go on, which are sending."""
@@ -139,6 +148,12 @@ class WeightUpdate:
                 fleet.publisher.abandon()
             for _ in chain(weights, *again):
                 pass
+            if canaries is not None and not said:
+                canaries.skip()
+
+        def judge_canaries() -> None:
+            if canaries is not None and not said:
+                said.update(canaries.judge(weight_version))
 
         try:
             with quietly:
@@ -155,8 +170,11 @@ class WeightUpdate:
                     )
                 for export in again:
                     self._export = fleet.compare_weights(export, weight_version)
+                if canaries is not None and not canaries.beside_generation:
+                    judge_canaries()
                 if self._source is not None:
                     self._source.set_version(weight_version)
+            judge_canaries()
         except self.recovery.caught as error:
             drain()
             return {}, error
@@ -170,6 +188,7 @@ class WeightUpdate:
             "perf/published_bytes": published.num_bytes,
             "perf/published_tensors": published.num_tensors,
             "rollout/weight_version": weight_version,
+            **said,
         }, None
 
     def _check(self, weight_version: int) -> dict[str, float]:

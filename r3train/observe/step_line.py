@@ -31,6 +31,7 @@ def step_text(metrics: Mapping[str, Any], num_rollout: int, width: int | None) -
         (2, _number(metrics, "grad", "train/grad_norm", "{:.3g}", pad=7)),
         (1, _number(metrics, "gap", "train/log_prob_gap_mean", "{:.1e}")),
         (0, _r3(metrics)),
+        (0, _served(metrics)),
         (5, _number(metrics, "len", "rollout/response_len_mean", "{:.0f}", pad=3)),
         (4, _number(metrics, "", "perf/tokens_per_s", "{:,.0f} tok/s", pad=11)),
         (6, _times(metrics)),
@@ -85,6 +86,13 @@ def _r3(metrics: Mapping[str, Any]) -> Text:
     passed = metrics.get("r3/passed")
     verdict = "unchecked" if passed is None else "ok" if passed in (True, 1) else "FAILED"
     return Text.assemble(("R3 ", "dim"), (verdict, verdict_style(verdict)))
+
+
+def _served(metrics: Mapping[str, Any]) -> Text | None:
+    # of the update after the step; one that passed needs no words
+    if metrics.get("served/passed") in (None, True, 1):
+        return None
+    return Text.assemble(("served ", "dim"), ("FAILED", verdict_style("FAILED")))
 
 
 def _times(metrics: Mapping[str, Any]) -> Text | None:

@@ -9,7 +9,15 @@ import torch
 import torch.distributed as dist
 
 from r3train.host_group import host_barrier, host_group
-from r3train.proof.judge import judge, native, step_line, StepExpectation, StepTotals, StepVerdict
+from r3train.proof.judge import (
+    judge,
+    native,
+    Served,
+    step_line,
+    StepExpectation,
+    StepTotals,
+    StepVerdict,
+)
 from r3train.proof.controls import beaten_by
 from r3train.proof.custody_verdict import CustodyRecord, judge_custody
 from r3train.proof.recheck_verdict import judge_recheck, RecheckRecord
@@ -29,13 +37,15 @@ def prove_step(
     rechecked: Sequence[RecheckRecord] | None = None,
     missed: int = 0,
     custody: Sequence[CustodyRecord] = (),
+    served: Served | None = None,
 ) -> StepVerdict | None:
     """Write this rank's records, add up all ranks' sums, judge them and write the verdict.
 
     A collective.  Records that may be summed are written after the judgement, which tells whether they are
     right.  No verdict is written before the records of all ranks.  expectation: on rank 0 only, which
     alone has a verdict.  rechecked: comparisons with samples that were rechecked, None without any
-    to expect; missed: see ``Sampling``; custody: the sessions of agents.
+    to expect; missed: see ``Sampling``; custody: the sessions of agents; served: the
+    canaries of the step's weights, None without any.
     """
     if not evidence.summed:
         evidence.write(records)
@@ -50,7 +60,7 @@ def prove_step(
         verdict = judge(totals, expectation, shape, mismatch_threshold=mismatch_threshold)
         if rechecked is not None:
             verdict = replace(verdict, sampling=judge_recheck(rechecked, missed))
-        verdict = replace(verdict, custody=judge_custody(custody))
+        verdict = replace(verdict, custody=judge_custody(custody), served=served)
         place = native(passes)
         layers = (totals.counters((*place, layer)) for layer in expectation.expected_fingerprints)
         wrong = not verdict.passed or any(map(beaten_by, layers))

@@ -21,6 +21,7 @@ from r3train.data.json_lines import append_lines, cut_truncated_line
 from r3train.proof.judge import SAMPLING_MASK, sums_of
 from r3train.proof.custody_verdict import CustodyRecord
 from r3train.proof.recheck_verdict import RecheckRecord
+from r3train.proof.served_verdict import ServedRecord
 from r3train.types import ReplayEvidence
 
 logger = logging.getLogger(__name__)
@@ -29,6 +30,7 @@ EVIDENCE_DIR = "evidence"
 STEPS_FILE = "steps.jsonl"
 RECHECK_FILE = "rechecked.jsonl"
 CUSTODY_FILE = "custody.jsonl"
+SERVED_FILE = "served.jsonl"
 _STEP = re.compile(rb'"step": (\d+)')
 
 
@@ -119,6 +121,11 @@ class EvidenceWriter:
         lines = [{"attempt": self._attempt, **asdict(record)} for record in records]
         if lines:
             append_lines(self._run_dir / EVIDENCE_DIR / CUSTODY_FILE, lines)
+
+    def write_served(self, records: Sequence[ServedRecord]) -> None:
+        """Store what the servers said of the canaries after one update (rank 0 only)."""
+        lines = [{"attempt": self._attempt, **asdict(record)} for record in records]
+        append_lines(self._run_dir / EVIDENCE_DIR / SERVED_FILE, lines)
 
     def write_step(self, verdict: dict) -> None:
         """Store the step's verdict (rank 0 only)."""

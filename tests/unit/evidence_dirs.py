@@ -16,6 +16,15 @@ from r3train.proof.judge import (
     StepTotals,
 )
 from r3train.proof.recheck_verdict import judge_recheck, Noise, RecheckRecord
+from r3train.proof.served_verdict import (
+    CanaryNoise,
+    Coverage,
+    Difference,
+    Earlier,
+    judge_served,
+    ServedRecord,
+    Twin,
+)
 from r3train.observe.metrics import MetricsWriter
 from r3train.proof.writer import EvidenceWriter, rank_file
 from r3train.types import is_checked, ReplayEvidence, RouteShape
@@ -101,6 +110,30 @@ def comparison(step: int, **changes) -> RecheckRecord:
     return RecheckRecord(**{**values, **changes})
 
 
+def canaries(step: int, server: int = 0, **changes) -> ServedRecord:
+    """All canaries of a sound server after the update to a step's weights."""
+    none, moved = Difference(0.0, 0, 1000), Difference(0.1, 50, 1000)
+    values = dict(
+        step=step,
+        server=server,
+        num_texts=4,
+        num_tokens=1020,
+        early_cached=0,
+        warm_cached_off=0,
+        warm_cached_rows=0,
+        warm=none,
+        earlier=[Earlier(step - 1, moved, 1.0)] if step else [],
+        twins=[Twin(0, none, none, none)] if server else [],
+        gap_mean=4e-7,
+        gap_max=3e-6,
+        rows=4000,
+        rows_left=0,
+        coverage=Coverage(24, 24, 200, 256),
+        noise=CanaryNoise(none, none, 4e-7, 3e-6, 0.0, 0.0, 16000, 0),
+    )
+    return ServedRecord(**{**values, **changes})
+
+
 def records_of(step: int, rank: int, microbatches: int = 1) -> list[ReplayEvidence]:
     """All calls of a rank in a step, in their order."""
     places = [(p, m, layer) for p in PASSES for m in range(microbatches) for layer in LAYERS]
@@ -127,6 +160,7 @@ def write_run(
     change: Callable[[ReplayEvidence], ReplayEvidence] | None = None,
     silent: tuple[int, ...] = (),
     rechecked: Callable[[int], list[RecheckRecord]] | None = None,
+    served: Callable[[int], list[ServedRecord]] | None = None,
     summed: bool = False,
     microbatches: int = 1,
     check_interval: int = 1,
@@ -134,7 +168,7 @@ def write_run(
     """Write a run with the check on; ``change`` is what the trainer really did to each call.
 
     silent: ranks that hold no layer with experts.  rechecked: comparisons of a step with samples that
-    were rechecked; None: there was to be none.  summed: as with ``--r3-evidence summed``.
+    were rechecked; None: there was to be none.  served: the canaries of a step's weights.  summed: as with ``--r3-evidence summed``.
     microbatches: calls of each pass and layer on a rank.  check_interval: that of --r3-check-interval.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -142,6 +176,11 @@ def write_run(
     writers = [EvidenceWriter(run_dir, rank, attempt) for rank in range(ranks)]
     with MetricsWriter(run_dir, tensorboard=False) as metrics:
         for step in steps:
+            canaries = judge_served(served(step)) if served is not None else None
+            if canaries is not None:
+                writers[0].write_served(served(step))
+                if canaries.failures:  # the run ends before the step
+                    break
             if step != steps[0] and not is_checked(step, check_interval):
                 metrics.write(step, {"rollout/reward_mean": 0.1, "r3/unchecked": True})
                 continue
@@ -160,6 +199,7 @@ def write_run(
             if rechecked is not None:
                 writers[0].write_recheck(rechecked(step))
                 verdict = replace(verdict, sampling=judge_recheck(rechecked(step), 0))
+            verdict = replace(verdict, served=canaries)
             line = step_line(
                 *(verdict, expectation, SHAPE),
                 world_size=ranks,

@@ -29,6 +29,28 @@ def test_samples_are_computed_again_where_that_is_exact_and_checked(fields, shar
 
 
 @pytest.mark.parametrize(
+    "fields, tokens",
+    [
+        (CHECKED, 1024),
+        (CHECKED | {"r3_canaries": 0}, 0),
+        (REPLAY, 0),
+        (REPLAY | {"ci_test": True}, 1024),
+        ({"enable_r3_correctness_check": True}, 0),
+        (CHECKED | {"flush_cache_on_update": False}, 1024),
+        (CHECKED | {"replay_rollouts": "dir"}, 0),
+        (CHECKED | {"debug_rollout_only": True}, 0),
+        (CHECKED | {"colocate": True}, 0),
+        (CHECKED | {"bf16": False, "sglang": {"dtype": "bfloat16"}}, 0),
+        (CHECKED | {"bf16": False, "sglang": {"dtype": "float32"}}, 1024),
+        (CHECKED | {"sglang": {"quantization": "fp8"}}, 0),
+        (CHECKED | {"sglang": {"dp_size": 2}}, 0),
+    ],
+)
+def test_canaries_are_read_where_servers_can_say_what_the_actor_says(fields, tokens):
+    assert config(**fields).canaries == tokens
+
+
+@pytest.mark.parametrize(
     "fields, sums",
     [
         (CHECKED | {"r3_evidence": "summed"}, True),

@@ -176,6 +176,8 @@ REFUSED = f"""
     plant_bug="weights_frozen" | --plant-bug weights_frozen needs --check-weight-update-equal: nothing would notice
     plant_bug="one_expert", ci_test=true | --plant-bug one_expert needs --use-rollout-routing-replay: there is no replay
     plant_bug="one_expert", {R3} | --plant-bug one_expert needs --enable-r3-correctness-check or --ci-test
+    r3_canaries=31 | r3_canaries 31 is below 32: four texts of eight tokens; 0 is off
+    r3_canaries=2048, colocate=true, max_weight_staleness=0 | r3_canaries 2048 cannot go with --colocate
     plant_bug="answer_with_rows_of_another", {R3}, ci_test=true, r3_audit_share=0.0 | needs --r3-audit-share above 0
     plant_bug="answer_with_rows_of_another", {R3}, ci_test=true, route_stores=true | cannot go with --route-stores
     # LoRA

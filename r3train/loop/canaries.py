@@ -1,0 +1,444 @@
+"""Canaries: fixed texts that every server and the actor score after every weight update (the claim *served*).
+
+At the start of a run 16 texts are made and read, with the weights that servers and actor begin with: this measures
+the noise of sound readings.  The first few of them, of --r3-canaries tokens together, are the canaries.
+
+    update    rank 0: every server reads each canary three times, before a rollout is sent
+              all ranks: one pass of the actor with the servers' experts, and its own choice next to them
+              rank 0: the verdict, its evidence; all ranks end where it failed
+
+With --pause-generation-mode in_place servers are paused during the update.  There canaries are read right after it, beside
+generation.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, KW_ONLY
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from r3train.config import RunConfig
+from r3train.config.cross_checks import context_len
+from r3train.config.files import open_regular
+from r3train.config.hf_facts import HfModelFacts
+from r3train.families import FAMILIES
+from r3train.host_group import host_group, rank_zero_alone
+from r3train.ids import split_uids
+from r3train.loop.distribute import broadcast_json, distribute_slices
+from r3train.loop.fleet import RankZero
+from r3train.loop.prepare import build_microbatches, deal_samples
+from r3train.proof.judge import Served, StepTotals
+from r3train.proof.served_verdict import (
+    CanaryNoise,
+    compare_servers,
+    difference,
+    judge_served,
+    ServedRecord,
+    ServerRead,
+)
+from r3train.proof.writer import EvidenceWriter
+from r3train.types import CanaryReadings, Prompt, RankTopology, Reading, RolloutSample, TrainSample
+
+if TYPE_CHECKING:
+    from r3train.trainer.megatron.actor import MegatronActor
+
+logger = logging.getLogger(__name__)
+
+CANARY_FILE = "canaries.safetensors"  # of a checkpoint
+_FORMAT = "r3train-canaries-1"
+_NOISE_TEXTS = 16
+_FEWEST, _LONGEST = 4, 512  # canaries, and tokens of one
+_SPARE_TOKENS = 8  # of the context, for what servers keep back
+_PASS = "old_log_prob"
+
+
+class NotServed(AssertionError):
+    """A server does not compute what the actor computes.  metrics: of the update to ``version``, on rank 0."""
+
+    def __init__(self, text: str, version: int, metrics: dict[str, Any]):
+        super().__init__(text)
+        self.version, self.metrics = version, metrics
+
+
+@dataclass(eq=False)
+class Canaries:
+    """The canaries of a run; all ranks call its methods together.
+
+    rank_zero: None on other ranks; resumed: the checkpoint that the run goes on from.
+    """
+
+    config: RunConfig
+    hf: HfModelFacts
+    actor: MegatronActor
+    topologies: list[RankTopology]
+    rank_zero: RankZero | None
+    evidence: EvidenceWriter | None
+    _: KW_ONLY
+    resumed: Path | None = None
+
+    ready: bool = field(default=False, init=False)  # they are known: updates judge them
+
+    def __post_init__(self) -> None:
+        self._texts: list[np.ndarray] = []
+        self._cached: list[int] = []  # tokens of each text's second reading, at the start
+        self._noise: CanaryNoise | None = None
+        self._first: dict[int, ServerRead] = {}  # at the start, by server
+        self._last: dict[int, ServerRead] = {}
+        self._records: dict[int, list[ServedRecord]] = {}  # by weight version
+        self._name = f"r3train-canary-{secrets.token_hex(4)}"
+        # servers are paused during an update, and read canaries after it
+        self.beside_generation = self.config.rollout.pause_generation_mode == "in_place"
+        path = self.resumed and self.resumed / CANARY_FILE
+        if path is not None and path.exists():
+            self._read(path)
+            self.ready = True
+
+    # -- the start ---------------------------------------------------------------------------
+
+    def begin(self, version: int) -> None:
+        """Make the texts and measure the noise, while servers and actor hold the run's first weights.
+
+        No-op where a checkpoint holds them.
+        """
+        if self.ready:
+            return
+        fleet = self.rank_zero and self.rank_zero.engines
+        texts, reads, again = [], {}, {}
+        with rank_zero_alone():
+            if fleet is not None:
+                texts = fleet.canary_texts(_NOISE_TEXTS, self._longest())
+                reads = self._ask(texts, version)
+                again = self._ask(texts, version, batched=self.beside_generation, once_more=True)
+        own, router = self._actor_reads(texts, reads, version)
+        repeated, _ = self._actor_reads(texts, reads, version)
+        self.ready = True
+        failed = ""
+        if fleet is not None:
+            first = next(iter(reads))
+            moe = self.hf.moe_layer_numbers
+            servers = [ServerRead(version, s, reads[s], own[s]) for s in reads]
+            gaps = np.concatenate([server.gaps() for server in servers])
+            pairs = [pair for s in reads for pair in zip(reads[s], again[s], strict=True)]
+            family = FAMILIES[self.hf.model_type]
+            stores_less = family.served_in_less and not self.config.model.bf16
+            self._noise = CanaryNoise(
+                repeat=difference(
+                    [(getattr(a, n), getattr(b, n)) for a, b in pairs for n in ("early", "whole")],
+                    moe,
+                ),
+                warm=difference([(a.early, a.warm) for a, _ in pairs], moe),
+                gap_mean=float(gaps.mean()),
+                gap_max=float(gaps.max()),
+                gap_floor=family.log_prob_gap if stores_less else 0.0,
+                actor_repeat=max(
+                    float(np.abs(a - b).max())
+                    for s in reads
+                    for a, b in zip(own[s], repeated[s], strict=True)
+                ),
+                rows=sum(rows for rows, _ in router.values()),
+                rows_left=sum(left for _, left in router.values()),
+            )
+            self._cached = [r.warm.cached_tokens for r in reads[first]]
+            self._texts = texts
+            failed = self._judge(version, reads, own, router)
+            kept = max(_FEWEST, self.config.canaries // self._longest())
+            self._texts, self._cached = texts[:kept], self._cached[:kept]
+            self._last = {s: _first_texts(read, kept) for s, read in self._last.items()}
+            self._first = self._last
+            self._say_what_they_show(version)
+        self._end_if(failed, version, {})
+
+    def _longest(self) -> int:
+        """Tokens of a canary: all are as long."""
+        trainer, cp = self.config.trainer, self.config.parallel.context_parallel_size
+        return min(
+            _LONGEST,
+            self.config.canaries // _FEWEST,
+            context_len(self.config, self.hf) - _SPARE_TOKENS,
+            trainer.max_tokens_per_gpu * cp,
+        )
+
+    def _say_what_they_show(self, version: int) -> None:
+        record, noise = self._records[version][0], self._noise
+        of = record.coverage
+        repeats = (
+            "bit by bit" if noise.repeat.is_none else f"to {noise.repeat.log_prob_off:.2g} nats"
+        )
+        self.rank_zero.display.note(
+            f"canaries: {len(self._texts)} texts, {sum(map(len, self._texts))} tokens; the {_NOISE_TEXTS} of the"
+            f" start use {of.experts_used / of.experts:.0%} of the (layer, expert) pairs and"
+            f" {of.tokens_used / of.vocabulary:.0%} of the vocabulary; servers repeat themselves {repeats}, and are"
+            f" {noise.gap_mean:.2g} nats from the actor on average"
+        )
+
+    # -- an update ---------------------------------------------------------------------------
+
+    def judge(self, version: int) -> dict[str, Any]:
+        """Rank 0: let all servers and the actor say the canaries; returns metrics.
+
+        The other ranks call ``join``.  Raises NotServed on all ranks.
+        """
+        began = time.monotonic()
+        reads = self._ask(self._texts, version)
+        broadcast_json(True)
+        own, router = self._actor_reads(self._texts, reads, version)
+        failed = self._judge(version, reads, own, router)
+        metrics = served_metrics(self._records[version])
+        metrics["perf/canaries_s"] = time.monotonic() - began
+        self._end_if(failed, version, metrics)
+        return metrics
+
+    def skip(self) -> None:
+        """Rank 0: nothing was sent, so let the other ranks go on."""
+        broadcast_json(False)
+
+    def join(self, version: int) -> None:
+        """Other ranks: take part in rank 0's ``judge``, or its ``skip``."""
+        if broadcast_json(None):
+            self._actor_reads([], {}, version)
+            self._end_if("", version, {})
+
+    def _ask(
+        self,
+        texts: Sequence[np.ndarray],
+        version: int,
+        *,
+        batched: bool = False,
+        once_more: bool = False,
+    ) -> dict[int, list[CanaryReadings]]:
+        """Rank 0: every server's readings.
+
+        Each text has a key of its own, the same under all versions where an update must flush the cache.
+        once_more: under other keys, so that nothing is cached.
+        """
+        name = self._name + ("-again" if once_more else "")
+        if not self.config.rollout.fresh_prefixes:
+            name += f"-{version}"
+        keys = [f"{name}-{i}" for i in range(len(texts))]
+        return self.rank_zero.engines.read_canaries(texts, keys, version, at_once=batched)
+
+    def _judge(
+        self,
+        version: int,
+        reads: dict[int, list[CanaryReadings]],
+        own: dict[int, list[np.ndarray]],
+        router: dict[int, tuple[int, int]],
+    ) -> str:
+        """Rank 0: the verdict on all servers, written as evidence; returns what failed."""
+        now = {s: ServerRead(version, s, reads[s], own[s]) for s in reads}
+        records, leader = [], next(iter(now))
+        for server, read in now.items():
+            last, first = self._last.get(server), self._first.get(server)
+            first = first or next(iter(self._first.values()), None)
+            earlier = [r for r in (last, first) if r is not None and r.version < version]
+            if len(earlier) == 2 and earlier[0].version == earlier[1].version:
+                del earlier[1]
+            twins = [now[leader]] if server != leader else []
+            if last is not None and last.version == version:  # it was restarted
+                twins.append(last)
+            records.append(
+                compare_servers(
+                    read,
+                    earlier,
+                    twins,
+                    texts=self._texts,
+                    cached=self._cached,
+                    router=router[server],
+                    noise=self._noise,
+                    moe_layers=self.hf.moe_layer_numbers,
+                    num_experts=self.hf.num_experts,
+                    vocab_size=self.hf.vocab_size,
+                )
+            )
+        self._last = {**self._last, **now}
+        self._records.setdefault(version, []).extend(records)
+        for old in [v for v in self._records if v < version - 1]:
+            del self._records[old]
+        self.evidence.write_served(records)
+        verdict = judge_served(records)
+        for text in verdict.failures[1:]:
+            logger.error("%s", text)
+        if verdict.inconclusive:
+            logger.info(
+                "weight version %d: the actor moved too little to tell whether servers did", version
+            )
+        return verdict.failures[0] if verdict.failures else ""
+
+    def _end_if(self, failed: str, version: int, metrics: dict[str, Any]) -> None:
+        """Raise NotServed on all ranks where rank 0 says what failed; a collective."""
+        failed = broadcast_json(failed)
+        if failed:
+            raise NotServed(f"not served: {failed}", version, metrics)
+
+    def served(self, version: int) -> Served | None:
+        """Rank 0: the verdict on a weight version."""
+        return judge_served(self._records.get(version, []))
+
+    # -- the actor ---------------------------------------------------------------------------
+
+    def _actor_reads(
+        self,
+        texts: Sequence[np.ndarray],
+        reads: dict[int, list[CanaryReadings]],
+        version: int,
+    ) -> tuple[dict[int, list[np.ndarray]], dict[int, tuple[int, int]]]:
+        """Score the texts with the experts that each server chose; servers that chose alike share a pass's samples.
+
+        Returns on rank 0, by server, float32[T] of each text (entry 0 is 0), and the rows of the actor with those
+        whose own choice was another.
+        """
+        sharing: dict[bytes, list[int]] = {}
+        for server, of_texts in reads.items():
+            sharing.setdefault(b"".join(r.whole.rows.tobytes() for r in of_texts), []).append(
+                server
+            )
+        groups = list(sharing.values())
+        own, router = {}, {}
+        for i in range(broadcast_json(len(groups))):
+            rows = [r.whole.rows for r in reads[groups[i][0]]] if groups else []
+            found, counts = self._pass(texts, rows, version)
+            for server in groups[i] if groups else ():
+                own[server], router[server] = found, counts
+        return own, router
+
+    def _pass(
+        self, texts: Sequence[np.ndarray], rows: Sequence[np.ndarray], version: int
+    ) -> tuple[list[np.ndarray], tuple[int, int]]:
+        mine, microbatches = self.actor.topology, None
+        if self.rank_zero is not None:
+            samples = [
+                _sample(i, *of, version) for i, of in enumerate(zip(texts, rows, strict=True))
+            ]
+            dealt = deal_samples(samples, mine, self.config.trainer.max_tokens_per_gpu)
+            microbatches = build_microbatches(dealt, mine, route_shape=self.hf.route_shape)
+        lengths = broadcast_json([len(text) for text in texts])
+        count = broadcast_json(microbatches and len(microbatches[0]))
+        slices = distribute_slices(microbatches, self.topologies, count)
+        self.actor.check_replay(True)
+        log_probs = self.actor.compute_log_probs(slices, _PASS, 1.0, version)
+        counts = StepTotals(self.hf.route_shape)
+        for call in self.actor.collect_evidence(version):
+            counts.add(call)
+        self.actor.collect_drift()  # of this pass: no metric
+        firsts = np.concatenate([[0], np.cumsum(lengths)])
+        out = torch.zeros(int(firsts[-1]), dtype=torch.float32)
+        if mine.tp_rank == 0:
+            for s in slices:
+                if s.microbatch_id not in log_probs:
+                    continue
+                real = np.flatnonzero(s.token_uids >= 0)
+                text, position = split_uids(s.token_uids[real])
+                inner = position < np.asarray(lengths)[text] - 1
+                at = firsts[text[inner]] + position[inner] + 1
+                found = log_probs[s.microbatch_id].float().cpu()
+                out[torch.from_numpy(at)] = found[torch.from_numpy(real[inner])]
+        table = torch.from_numpy(counts.to_table([_PASS]))
+        for part in (out, table):
+            dist.all_reduce(part, group=host_group())
+        cells = StepTotals.of_table(table.numpy(), [_PASS], self.hf.route_shape)
+        totals = [cells.counters(cell) for cell in cells.cells]
+        compared = sum(of["rows_equal"] + of["rows_overlap"] + of["rows_mismatch"] for of in totals)
+        left = compared - sum(of["rows_equal"] for of in totals)
+        return np.split(out.numpy(), firsts[1:-1]), (compared, left)
+
+    # -- in a checkpoint -----------------------------------------------------------------------
+
+    def keep(self, directory: Path) -> None:
+        """Rank 0: write texts, noise and first readings into a checkpoint."""
+        if self._noise is None:
+            return
+        tensors = {f"text.{i}": text for i, text in enumerate(self._texts)}
+        server = next(iter(self._first.values()))
+        for i, (of, own) in enumerate(zip(server.readings, server.actor)):
+            for name in ("early", "warm", "whole"):
+                reading = getattr(of, name)
+                tensors[f"{name}.{i}.log_probs"] = reading.log_probs
+                tensors[f"{name}.{i}.rows"] = np.ascontiguousarray(reading.rows)
+            tensors[f"actor.{i}"] = np.ascontiguousarray(own)
+        facts = {
+            "cached": self._cached,
+            "version": server.version,
+            "server": server.server,
+            "noise": asdict(self._noise),
+        }
+        (directory / CANARY_FILE).write_bytes(
+            save(tensors, {"format": _FORMAT, "facts": json.dumps(facts)})
+        )
+
+    def _read(self, path: Path) -> None:
+        """Take over what a checkpoint holds; raises ValueError naming the file."""
+        if self.rank_zero is None:
+            return
+        try:
+            with open_regular(path) as file:
+                content = file.read()
+            tensors = load(content)
+            header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+            if (got := header["__metadata__"]["format"]) != _FORMAT:
+                raise ValueError(f"its format is {got!r}, expected {_FORMAT!r}")
+            facts = json.loads(header["__metadata__"]["facts"])
+            self._cached = msgspec.convert(facts["cached"], list[int])
+            self._noise = msgspec.convert(facts["noise"], CanaryNoise)
+            numbers = range(len(self._cached))
+            self._texts = [tensors[f"text.{i}"] for i in numbers]
+
+            def reading(name: str, i: int) -> Reading:
+                log_probs, rows = tensors[f"{name}.{i}.log_probs"], tensors[f"{name}.{i}.rows"]
+                return Reading(log_probs, rows, self._cached[i] if name == "warm" else 0)
+
+            of = [
+                CanaryReadings(*(reading(n, i) for n in ("early", "warm", "whole")))
+                for i in numbers
+            ]
+            own = [tensors[f"actor.{i}"] for i in numbers]
+            self._first = {facts["server"]: ServerRead(facts["version"], facts["server"], of, own)}
+        except (OSError, SafetensorError, LookupError, TypeError, ValueError) as error:
+            raise ValueError(f"{path}: not a whole file of canaries: {error}") from None
+
+
+def served_metrics(records: Sequence[ServedRecord]) -> dict[str, Any]:
+    """Return the metrics of a weight version's canaries."""
+    verdict = judge_served(records)
+    rows = sum(record.rows for record in records)
+    return {
+        "served/passed": not verdict.failures,
+        "served/inconclusive": verdict.inconclusive,
+        "served/gap_mean": max(record.gap_mean for record in records),
+        "served/gap_max": max(record.gap_max for record in records),
+        "served/router_left": sum(record.rows_left for record in records) / max(rows, 1),
+    }
+
+
+def _first_texts(read: ServerRead, count: int) -> ServerRead:
+    return ServerRead(read.version, read.server, read.readings[:count], read.actor[:count])
+
+
+def _sample(number: int, token_ids: np.ndarray, rows: np.ndarray, version: int) -> TrainSample:
+    """A text with a server's rows, as a sample whose rows are of the actor's weights."""
+    length = len(token_ids)
+    after_first = np.arange(length) > 0
+    sample = RolloutSample(
+        sample_id=number,
+        group_id=number,
+        prompt=Prompt("canary", number, "", token_ids[:1], None),
+        token_ids=token_ids,
+        prompt_len=1,
+        loss_mask=after_first,
+        rollout_log_probs=np.zeros(length, dtype=np.float32),
+        routed_experts=rows,
+        weight_versions=np.where(after_first, version, -1).astype(np.int32),
+        finish_reason="length",
+    )
+    return TrainSample(sample, 0.0, np.zeros(length, dtype=np.float32))

@@ -1,0 +1,309 @@
+"""The claim served with planted faults: real servers, a real actor, the loop's own update.
+
+Between two versions the parameters move by hand, as a step of Adam would move them.  A fault is what one server holds
+when canaries are read: after the sound update it loads other tensors under the same label.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from r3train.cpu.device import prepare_device
+
+DEVICE = prepare_device()
+
+from r3train.config import RunConfig  # noqa: E402
+from r3train.config.data_settings import DataSection  # noqa: E402
+from r3train.config.hf_facts import read_hf_facts  # noqa: E402
+from r3train.config.model_settings import ModelSection  # noqa: E402
+from r3train.config.replay_settings import ReplaySection  # noqa: E402
+from r3train.config.rollout_settings import RolloutSection  # noqa: E402
+from r3train.config.trainer_settings import TrainerSection  # noqa: E402
+from r3train.engine.control import EngineControl  # noqa: E402
+from r3train.engine.publish_memory import SharedMemoryPublisher  # noqa: E402
+from r3train.engine.server import SGLangServer  # noqa: E402
+from r3train.host_group import join_ranks  # noqa: E402
+from r3train.launch.build_actor import build_actor  # noqa: E402
+from r3train.launch.build_routes import build_routes  # noqa: E402
+from r3train.launch.engines import Engines  # noqa: E402
+from r3train.launch.job import Job  # noqa: E402
+from r3train.launch.resume import ResumePoint  # noqa: E402
+from r3train.loop.async_loop import AsyncLoop  # noqa: E402
+from r3train.loop.canaries import NotServed  # noqa: E402
+from r3train.loop.fleet import RankZero  # noqa: E402
+from r3train.loop.run_evaluations import Evaluations  # noqa: E402
+from r3train.observe.console import RunDisplay  # noqa: E402
+from r3train.observe.metrics import MetricsWriter  # noqa: E402
+from r3train.proof.writer import EvidenceWriter  # noqa: E402
+from r3train.trainer.megatron import topology  # noqa: E402
+from r3train.trainer.megatron.actor import MegatronActor  # noqa: E402
+from r3train.types import Prompt  # noqa: E402
+from r3train.verify.mutations import MUTATIONS  # noqa: E402
+from r3train.verify.tiny import TinyOptions, build  # noqa: E402
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+VOCAB = 256
+Weights = dict[str, torch.Tensor]
+
+
+@dataclass
+class Rig:
+    """Runs of one rank that only publish: to two servers, and to the first of them alone."""
+
+    hf: object
+    actor: MegatronActor
+    loops: dict[int, AsyncLoop]  # by the number of servers
+    alone: list[SharedMemoryPublisher]  # to each server alone
+    run_dir: Path
+    version: int = 0
+    before: Weights = field(default_factory=dict)  # as the last version was sent
+    first: Weights = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        states = [chunk.state_dict() for chunk in self.actor.model.unwrapped]
+        named = [(n, t) for state in states for n, t in state.items() if torch.is_tensor(t)]
+        self.parameters = {n: t for n, t in named if t.is_floating_point()}
+        self.masters = {n: t.float().clone() for n, t in self.parameters.items()}
+        self.before = self.first = self.weights()
+
+    def weights(self) -> Weights:
+        return {name: tensor.detach().clone() for name, tensor in self.actor.hf_weights()}
+
+    def step(self, lr: float) -> None:
+        """Move every parameter by lr, up or down."""
+        self.before = self.weights()
+        generator = torch.Generator().manual_seed(self.version)
+        with torch.no_grad():
+            for name, master in self.masters.items():
+                master += lr * torch.sign(torch.randn(master.shape, generator=generator))
+                self.parameters[name].copy_(master.to(self.parameters[name].dtype))
+        self.version += 1
+
+    def update(
+        self,
+        lr: float,
+        servers: int = 2,
+        fault: Callable[[Weights], Weights] | None = None,
+        planted: str = "null",
+    ) -> dict:
+        """Make a step and bring the servers to it; fault: what the last server really holds then."""
+        loop = self.loops[servers]
+        if not loop._canaries.ready:
+            loop._update.publish(self.version)
+            loop._canaries.begin(self.version)
+        self.step(lr)
+        fleet, publisher = loop.rank_zero.engines, loop.rank_zero.engines.publisher
+
+        class Faulty:
+            def publish(_, tensors, *, version):
+                published = publisher.publish(tensors, version=version)
+                if fault is not None:
+                    held = fault(self.weights())
+                    self.alone[servers - 1].publish(iter(held.items()), version=version)
+                return published
+
+        fleet._publisher = Faulty()
+        try:
+            with MUTATIONS[planted].planted(loop.config, self.hf):
+                return loop._update.publish(self.version)
+        finally:
+            fleet._publisher = publisher
+
+    def caught_by(self, lr: float, servers: int = 2, **fault) -> str:
+        """The test that catches a fault at its update; a sound one follows, which passes."""
+        self.update(lr, servers)
+        with pytest.raises(NotServed) as error:
+            self.update(lr, servers, **fault)
+        text = str(error.value)
+        assert f"weight version {self.version}" in text and "\n" not in text, text
+        assert not error.value.metrics["served/passed"]
+        assert self.update(lr, servers)["served/passed"]
+        print(text)
+        return text.removeprefix("not served: ").split(":")[0]
+
+    def kept(self, *endings: str) -> Callable[[Weights], Weights]:
+        """The tensors of these names as the version before had them."""
+
+        def fault(weights: Weights) -> Weights:
+            old = [name for name in weights if name.endswith(endings)]
+            assert old, endings
+            assert any(not torch.equal(weights[n], self.before[n]) for n in old), old
+            return {**weights, **{name: self.before[name] for name in old}}
+
+        return fault
+
+    def one_version_behind(self, weights: Weights) -> Weights:
+        return self.before
+
+    def of_the_checkpoint(self, weights: Weights) -> Weights:
+        return self.first
+
+
+def opened(family: str, dtype: str, run_dir: Path):
+    """A rig on two servers of a tiny model; closes all of it afterwards."""
+    options = TinyOptions(family=family, vocab_size=VOCAB, initializer_range=0.15, dtype=dtype)
+    build(run_dir / "tiny", options, force=True)
+    checkpoint = run_dir / "tiny" / "model"
+    hf = read_hf_facts(checkpoint)
+    prompts = [
+        Prompt(
+            f"p{i}", i, "", np.random.default_rng(i).integers(3, VOCAB, 8).astype(np.int32), None
+        )
+        for i in range(8)
+    ]
+    display, closing = RunDisplay(1, enabled=False), []
+    servers = [
+        SGLangServer(
+            checkpoint, run_dir / f"sglang_{i}.log", dtype=dtype, return_routed_experts=True
+        )
+        for i in range(2)
+    ]
+    try:
+        for server in servers:
+            server.start()
+        for server in servers:
+            server.wait_ready()
+        addrs = [server.addr for server in servers]
+        store = torch.distributed.FileStore(str(run_dir / "store"), 1)
+        join_ranks("auto", store, 0, 1, timeout=timedelta(minutes=5))
+        loops, actor = {}, None
+        for number in (2, 1):
+            config = RunConfig(
+                model=ModelSection(hf_checkpoint=checkpoint, bf16=dtype == "bfloat16"),
+                data=DataSection(prompt_data="none"),
+                rollout=RolloutSection(
+                    num_rollout=99,
+                    rollout_batch_size=2,
+                    rollout_max_response_len=200,
+                    rollout_ignore_eos=True,
+                    rollout_external_engine_addrs=addrs[:number],
+                ),
+                trainer=TrainerSection(update_weight_transfer_mode="shared_memory"),
+                replay=ReplaySection(
+                    use_rollout_routing_replay=True, enable_r3_correctness_check=True
+                ),
+            )
+            job = Job(config, hf, prompts, None, SimpleNamespace(close=lambda: None), None)
+            actor = actor or build_actor(job, DEVICE, ResumePoint())
+            own_dir = run_dir / f"run_{number}"
+            own_dir.mkdir()
+            routes = build_routes(config, hf)
+            routes.open(actor.topology)
+            engines = Engines(job, own_dir, display, 0, routes)
+            closing.append(engines)
+            engines.wait_ready()
+            metrics = MetricsWriter(own_dir, False)
+            evidence = EvidenceWriter(own_dir, 0, "now")
+            closing.append(evidence)
+            loops[number] = AsyncLoop(
+                config,
+                hf,
+                actor,
+                rank_zero=RankZero(
+                    engines, display, metrics, Evaluations([], {}, metrics, display)
+                ),
+                evidence=evidence,
+                run_state=SimpleNamespace(),
+                routes=routes,
+            )
+        alone = []
+        for i, addr in enumerate(addrs):
+            control = EngineControl([addr])
+            closing.append(control)
+            own = dict(directory=run_dir / f"alone_{i}", hf_checkpoint=checkpoint)
+            alone.append(SharedMemoryPublisher(control, bucket_bytes=1 << 26, **own))
+        closing += alone
+        yield Rig(hf, actor, loops, alone, run_dir)
+    finally:
+        for each in closing[::-1]:
+            each.close()
+        for server in servers:
+            server.stop()
+        topology.shutdown()
+
+
+@pytest.fixture(
+    scope="module", params=["float32", pytest.param("bfloat16", marks=pytest.mark.slow)]
+)
+def glm(request, tmp_path_factory):
+    """With expert biases and shared experts."""
+    run_dir = tmp_path_factory.mktemp(request.param)
+    yield from opened("glm4_moe", request.param, run_dir)
+
+
+@pytest.fixture(scope="module")
+def gpt_oss(tmp_path_factory):
+    """With attention sinks, which SGLang keeps in bfloat16."""
+    yield from opened("gpt_oss", "float32", tmp_path_factory.mktemp("gpt_oss"))
+
+
+def test_sound_updates_pass_and_are_recorded(glm):
+    for lr in (1e-3, 1e-4, 1e-7):
+        assert glm.update(lr)["served/passed"]
+    lines = (glm.run_dir / "run_2" / "evidence" / "served.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    assert [record["server"] for record in records] == [0, 1] * 4
+    first, last = records[0], records[-1]
+    assert (first["num_texts"], last["num_texts"], last["num_tokens"]) == (16, 4, 4 * 255)
+    assert last["earlier"] and last["twins"] and not first["earlier"]
+    for record in records:
+        assert record["noise"]["repeat"]["log_prob_off"] == 0
+        assert record["coverage"]["experts_used"] > 0.9 * record["coverage"]["experts"]
+
+
+def test_EARLY_names_a_cache_that_was_not_flushed(glm):
+    assert glm.caught_by(1e-3, planted="cache_not_flushed") == "EARLY"
+
+
+def test_MOVED_names_one_server_of_two_that_is_one_version_behind(glm):
+    assert glm.caught_by(1e-3, fault=glm.one_version_behind) == "MOVED"
+
+
+def test_MOVED_names_a_single_server_that_is_one_version_behind(glm):
+    assert glm.caught_by(1e-3, servers=1, fault=glm.one_version_behind) == "MOVED"
+
+
+def test_MOVED_names_a_server_that_has_the_checkpoints_weights_again(glm):
+    for _ in range(2):
+        glm.update(1e-3, servers=1)
+    held = glm.loops[1]._canaries._first[0]
+    assert held.version < glm.version
+    # what the run began with, which is not the checkpoint where another test came first
+    glm.first = glm.first if held.version == 0 else pytest.skip("begun after other tests")
+    assert glm.caught_by(1e-3, servers=1, fault=glm.of_the_checkpoint) == "MOVED"
+
+
+def test_TWINS_names_one_norm_that_was_kept_on_one_of_two_servers(glm):
+    # in bfloat16 a norm near 1 moves from 4e-3 on
+    lr = 1e-3 if not glm.loops[2].config.model.bf16 else 1e-2
+    norm = glm.kept("layers.2.input_layernorm.weight")
+    assert glm.caught_by(lr, fault=norm) == "TWINS"
+
+
+def test_ROUTER_names_router_biases_that_were_kept(glm):
+    if glm.loops[2].config.model.bf16:
+        pytest.skip(
+            "in bfloat16 a bias that is off by less than 1e-2 drowns in the router's rounding"
+        )
+    fault = glm.kept("e_score_correction_bias")
+    assert glm.caught_by(1e-3, servers=1, fault=fault) == "ROUTER"
+
+
+@pytest.mark.slow
+def test_BOUND_names_sinks_that_were_kept(gpt_oss):
+    assert gpt_oss.caught_by(1e-3, servers=1, fault=gpt_oss.kept("sinks")) == "BOUND"
+
+
+@pytest.mark.slow
+def test_sound_updates_of_servers_that_store_less_pass(gpt_oss):
+    for lr in (1e-3, 1e-4, 1e-5):
+        assert gpt_oss.update(lr)["served/passed"]

@@ -1,0 +1,284 @@
+"""Canaries without servers: the order of readings and passes, the noise, the verdict, the checkpoint."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from datetime import timedelta
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from r3train.host_group import join_ranks, leave_ranks
+from r3train.ids import split_uids
+from r3train.loop.canaries import Canaries, CANARY_FILE, NotServed
+from r3train.proof.writer import EvidenceWriter
+from r3train.types import CanaryReadings, RankTopology, Reading, ReplayEvidence
+from tests.unit.config.test_config import config
+from tests.unit.hf_model import facts
+
+HF = facts(vocab_size=256)
+CHECKED = {"use_rollout_routing_replay": True, "enable_r3_correctness_check": True}
+
+
+def said(token_ids: np.ndarray, weights: float) -> tuple[np.ndarray, np.ndarray]:
+    """The log-prob of each token after those before it, and the rows, that weights give a text."""
+    before = np.concatenate([[0], np.cumsum(token_ids[:-1])])
+    log_probs = -(1 + np.abs(np.sin(before * 0.37 + token_ids + weights))).astype(np.float32)
+    log_probs[0] = 0
+    first = (np.cumsum(token_ids)[:-1, None] + np.arange(4) + round(weights * 10)) % 8
+    return log_probs, np.stack([first, (first + 3) % 8], axis=-1).astype(np.uint8)
+
+
+class Actor:
+    """An actor of one rank whose weights are a number."""
+
+    def __init__(self):
+        self.topology = RankTopology(moe_layer_numbers=((1, 2, 3, 4),))
+        self.weights, self.texts, self.calls, self.own_routers = 0.0, {}, [], None
+
+    def check_replay(self, on: bool) -> None:
+        assert on
+
+    def compute_log_probs(self, slices, replay_pass, temperature, weight_version):
+        assert (replay_pass, temperature) == ("old_log_prob", 1.0)
+        found = {}
+        for s in slices:
+            out = np.zeros(s.num_rows, np.float32)
+            texts, _ = split_uids(s.token_uids)
+            for text in np.unique(texts[s.token_uids >= 0]):
+                rows = np.flatnonzero((texts == text) & (s.token_uids >= 0))
+                log_probs, own = said(s.tokens[rows], self.weights)
+                out[rows[:-1]] = log_probs[1:]
+                equal = (np.sort(own) == np.sort(s.routes[rows[:-1]])).all(-1)
+                self.calls.append((weight_version, s.microbatch_id, equal))
+            found[s.microbatch_id] = torch.from_numpy(out)
+        return found
+
+    def collect_drift(self):
+        return {}
+
+    def collect_evidence(self, step):
+        records = []
+        for version, microbatch, equal in self.calls:
+            assert version == step
+            for layer in range(4):
+                rows, same = len(equal), int(equal[:, layer].sum())
+                zeros = dict.fromkeys((f for f in ReplayEvidence.__slots__ if f not in _OTHERS), 0)
+                records.append(
+                    ReplayEvidence(
+                        **zeros,
+                        step=step,
+                        replay_pass="old_log_prob",
+                        stage="replay_forward",
+                        layer_number=layer + 1,
+                        num_rows=rows,
+                        rows_replayed=rows,
+                        topk=2,
+                        rows_equal=same,
+                        rows_overlap=rows - same,
+                    )
+                )
+        self.calls.clear()
+        return records
+
+
+_OTHERS = {"step", "replay_pass", "stage", "layer_number", "num_rows", "rows_replayed", "topk"}
+_OTHERS |= {"rows_equal", "rows_overlap", "counts_tokens", "num_calls"}
+
+
+class Fleet:
+    """Two servers, each with weights and a prefix cache of its own."""
+
+    def __init__(self):
+        self.weights, self.cached, self.asked = [0.0, 0.0], [{}, {}], []
+
+    def canary_texts(self, count, longest):
+        random = np.random.default_rng(0)
+        return [random.integers(0, 256, longest).astype(np.int32) for _ in range(count)]
+
+    def read_canaries(self, texts, keys, version, *, at_once):
+        self.asked.append((version, len(texts), at_once, keys[0]))
+        assert len(set(keys)) == len(texts)
+        return {s: [self.read(s, *of) for of in zip(texts, keys)] for s in (0, 1)}
+
+    def read(self, server, text, key):
+        half, old = len(text) // 2, self.cached[server].get(key)
+        log_probs, rows = said(text, self.weights[server])
+        late = np.concatenate([[np.float32(0)], log_probs[half + 1 :]])
+        self.cached[server][key] = True
+        early = Reading(late, rows, half if old else 0)
+        return CanaryReadings(early, Reading(late, rows, half), Reading(log_probs, rows, 0))
+
+    def update(self, weights, flush=True):
+        self.weights = [weights, weights]
+        if flush:
+            self.cached = [{}, {}]
+
+
+@pytest.fixture
+def one_rank():
+    join_ranks("gloo", HashStore(), 0, 1, timeout=timedelta(seconds=60))
+    yield
+    leave_ranks()
+
+
+class Run:
+    def __init__(self, run_dir, resumed=None, **settings):
+        self.actor, self.fleet, self.run_dir, self.notes = Actor(), Fleet(), run_dir, []
+        display = SimpleNamespace(note=self.notes.append)
+        self.canaries = Canaries(
+            config(**CHECKED, **settings),
+            HF,
+            self.actor,
+            [self.actor.topology],
+            SimpleNamespace(engines=self.fleet, display=display),
+            EvidenceWriter(run_dir, 0, "now"),
+            resumed=resumed,
+        )
+
+    def update(self, version, weights=None, spoil=lambda fleet: None, flush=True):
+        self.actor.weights = version * 0.1 if weights is None else weights
+        self.fleet.update(self.actor.weights, flush)
+        spoil(self.fleet)
+        return self.canaries.judge(version)
+
+    def lines(self):
+        path = self.run_dir / "evidence" / "served.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture
+def run(tmp_path, one_rank):
+    run = Run(tmp_path)
+    assert not run.canaries.ready
+    run.canaries.begin(0)
+    return run
+
+
+def test_the_start_reads_16_texts_twice_and_updates_the_first_four(run):
+    assert run.canaries.ready and len(run.fleet.asked) == 2
+    assert [asked[:3] for asked in run.fleet.asked] == [(0, 16, False)] * 2
+    assert run.fleet.asked[0][3] != run.fleet.asked[1][3]
+    run.canaries.begin(0)
+    assert len(run.fleet.asked) == 2
+    metrics = run.update(1)
+    assert metrics["served/passed"] and metrics["served/gap_max"] == 0
+    assert run.fleet.asked[-1] == (1, 4, False, run.fleet.asked[0][3])
+    (note,) = run.notes
+    assert "4 texts, 1024 tokens" in note and "100% of the (layer, expert) pairs" in note
+    assert "repeat themselves bit by bit" in note
+
+
+def test_the_verdict_of_a_step_is_that_of_its_weights(run):
+    run.update(1)
+    assert run.canaries.served(0).servers == run.canaries.served(1).servers == 2
+    assert run.canaries.served(7) is None
+    assert [(line["step"], line["server"]) for line in run.lines()] == [
+        (0, 0),
+        (0, 1),
+        (1, 0),
+        (1, 1),
+    ]
+    assert all(line["attempt"] == "now" for line in run.lines())
+
+
+def stale(server, weights):
+    def spoil(fleet):
+        fleet.weights[server] = weights
+
+    return spoil
+
+
+@pytest.mark.parametrize(
+    "test, how",
+    [
+        ("EARLY", dict(flush=False)),
+        ("MOVED", dict(spoil=stale(1, 0.1))),
+        ("MOVED", dict(spoil=stale(0, 0.0))),  # the start's
+        ("TWINS", dict(spoil=stale(1, 0.15))),
+        ("BOUND", dict(spoil=lambda fleet: fleet.update(0.201))),
+        ("ROUTER", dict(spoil=lambda fleet: fleet.update(0.26))),
+    ],
+)
+def test_a_fault_ends_the_run_at_its_update_and_is_named(run, test, how):
+    run.update(1)
+    if test in ("BOUND", "ROUTER"):
+        noise = run.canaries._noise
+        # what the actor is compared with allows anything but what the test is about
+        wide = dict(gap_mean=0.05, gap_max=9.0) if test == "ROUTER" else dict(rows_left=noise.rows)
+        run.canaries._noise = replace(noise, **wide)
+    with pytest.raises(NotServed, match=f"^not served: {test}: server ") as error:
+        run.update(2, **how)
+    assert error.value.version == 2 and error.value.metrics["served/passed"] is False
+    assert run.lines()[-1]["step"] == 2
+
+
+def test_a_restarted_server_must_say_what_it_said_before(run):
+    run.update(1)
+    assert run.update(1)["served/passed"]
+    assert run.canaries.served(1).servers == 4
+    with pytest.raises(NotServed, match="TWINS.* before its restart"):
+        run.update(1, weights=0.7)
+
+
+def test_an_update_that_moves_nothing_is_inconclusive(run):
+    metrics = run.update(1, weights=0.0)
+    assert metrics["served/passed"] and metrics["served/inconclusive"] == 2
+
+
+def test_cached_keys_are_of_one_version_where_an_update_flushes_nothing(tmp_path, one_rank):
+    run = Run(tmp_path, pause_generation_mode="in_place", max_weight_staleness=1)
+    run.canaries.begin(0)
+    assert run.canaries.beside_generation
+    assert [asked[2] for asked in run.fleet.asked] == [False, True]
+    assert run.update(1, flush=False)["served/passed"]
+    assert run.fleet.asked[-1][3] != run.fleet.asked[0][3]
+
+
+def test_a_resumed_run_has_its_texts_noise_and_first_readings(run, tmp_path):
+    checkpoint, later = tmp_path / "checkpoint", tmp_path / "later"
+    checkpoint.mkdir(), later.mkdir()
+    run.update(1)
+    run.canaries.keep(checkpoint)
+    again = Run(later, resumed=checkpoint)
+    assert again.canaries.ready
+    again.canaries.begin(1)
+    assert again.fleet.asked == []
+    assert again.update(1)["served/passed"]
+    for one, other in zip(run.canaries._texts, again.canaries._texts, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert again.canaries._noise == run.canaries._noise
+    third = Run(later, resumed=checkpoint)
+    with pytest.raises(NotServed, match="MOVED: .* under version 0"):
+        third.update(2, spoil=lambda fleet: fleet.update(0.0))
+
+
+@pytest.mark.parametrize("damage", [b"", b"x" * 100, "cut"])
+def test_a_damaged_file_of_canaries_is_refused_by_name(run, tmp_path, damage):
+    run.canaries.keep(tmp_path)
+    path = tmp_path / CANARY_FILE
+    path.write_bytes(path.read_bytes()[:-40] if damage == "cut" else damage)
+    with pytest.raises(ValueError, match=f"{CANARY_FILE}: not a whole file of canaries"):
+        Run(tmp_path, resumed=tmp_path)
+
+
+def test_a_checkpoint_without_canaries_chooses_them_anew(tmp_path, one_rank):
+    run = Run(tmp_path, resumed=tmp_path)
+    assert not run.canaries.ready
+    run.canaries.begin(0)
+    assert run.canaries.ready
+
+
+def test_short_contexts_and_small_budgets_make_shorter_texts(tmp_path, one_rank):
+    for settings, longest in (
+        ({}, 256),
+        ({"r3_canaries": 64}, 16),
+        ({"r3_canaries": 8192}, 504),
+        ({"max_tokens_per_gpu": 100}, 100),
+        ({"rollout_max_context_len": 90}, 82),
+    ):
+        assert Run(tmp_path, **settings).canaries._longest() == longest
