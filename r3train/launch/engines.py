@@ -423,7 +423,7 @@ class Engines(RolloutFleet):
         )
 
     def _sampling(self) -> SamplingParams:
-        """How the run's rollouts are sampled."""
+        """Return the sampling of the run's rollouts."""
         job, rollout = self.job, self.job.config.rollout
         return SamplingParams(
             max_new_tokens=rollout.rollout_max_response_len,

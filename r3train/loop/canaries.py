@@ -123,6 +123,10 @@ class Canaries:
                 again = self._ask(texts, version, batched=self.beside_generation, once_more=True)
         own, router = self._actor_reads(texts, reads, version)
         repeated, _ = self._actor_reads(texts, reads, version)
+        # in the pack of an update: another pack rounds otherwise, which would look like a move of the actor's
+        kept = max(_FEWEST, self.config.canaries // self._longest())
+        reads_of_kept = {s: of[:kept] for s, of in reads.items()}
+        own_of_kept, _ = self._actor_reads(texts[:kept], reads_of_kept, version)
         self.ready = True
         failed = ""
         if fleet is not None:
@@ -153,10 +157,10 @@ class Canaries:
             self._cached = [r.warm.cached_tokens for r in reads[first]]
             self._texts = texts
             failed = self._judge(version, reads, own, router)
-            kept = max(_FEWEST, self.config.canaries // self._longest())
             self._texts, self._cached = texts[:kept], self._cached[:kept]
-            self._last = {s: _first_texts(read, kept) for s, read in self._last.items()}
-            self._first = self._last
+            self._first = self._last = {
+                s: ServerRead(version, s, of, own_of_kept[s]) for s, of in reads_of_kept.items()
+            }
             self._say_what_they_show(version)
         self._end_if(failed, version, {})
 
@@ -419,10 +423,6 @@ def served_metrics(records: Sequence[ServedRecord]) -> dict[str, Any]:
         "served/gap_max": max(record.gap_max for record in records),
         "served/router_left": sum(record.rows_left for record in records) / max(rows, 1),
     }
-
-
-def _first_texts(read: ServerRead, count: int) -> ServerRead:
-    return ServerRead(read.version, read.server, read.readings[:count], read.actor[:count])
 
 
 def _sample(number: int, token_ids: np.ndarray, rows: np.ndarray, version: int) -> TrainSample:

@@ -60,7 +60,7 @@ class RolloutFleet:
     def read_canaries(
         self, texts: Sequence[np.ndarray], keys: Sequence[str], version: int, *, at_once: bool
     ) -> dict[int, list[CanaryReadings]]:
-        """What every server that holds ``version`` says of texts, each with its cache key."""
+        """Let every server that holds ``version`` score texts, each with its cache key."""
         raise AssertionError("there is no server")
 
     def route_wire_bytes(self) -> int:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -13,9 +14,11 @@ from tests.e2e import jobs
 
 
 @contextmanager
-def running(run_dir: Path, *flags: str, torchrun: tuple[str, ...] = ()) -> Iterator[psutil.Popen]:
-    """A job that goes on; whatever is left of it is ended."""
-    command = jobs.command(run_dir, *flags)
+def running(
+    run_dir: Path, *flags: str, torchrun: tuple[str, ...] = (), **how: Any
+) -> Iterator[psutil.Popen]:
+    """A job that goes on; whatever is left of it is ended.  how: as for ``jobs.command``."""
+    command = jobs.command(run_dir, *flags, **how)
     at = command.index("--nproc-per-node")
     command[at:at] = torchrun
     job = jobs.start(command, run_dir.parent / f"{run_dir.name}.txt")

@@ -28,7 +28,8 @@ def test_bad_answers_now_and_then_are_asked_for_again_and_counted(tmp_path, tiny
     shutil.copy(tiny_flags[tiny_flags.index("--prompt-data") + 1], prompts)
     meddling = Meddling(lambda n: SPOILERS[n // 6 % len(SPOILERS)] if n % 6 == 4 else None)
     with meddling_proxy(engine, meddling) as proxy:
-        flags = [*tiny_flags, *jobs.R3_FLAGS, "--num-rollout", "6", "--prompt-data", str(prompts)]
+        flags = [*tiny_flags, *jobs.R3_FLAGS, *jobs.NO_CANARIES, "--num-rollout", "6"]
+        flags += ["--prompt-data", str(prompts)]
         flags += ["--rollout-external-engine-addrs", proxy, "--check-weight-update-equal"]
         flags += ["--r3-check-interval", "2"]
         with running(run_dir, *flags, "--dump-rollouts") as job:
@@ -69,7 +70,8 @@ def test_answers_that_stay_bad_end_the_job_with_their_cause_and_a_checkpoint(
     spoiler, delay_s, got, expected, tmp_path, tiny_flags, engine
 ):
     checkpoint = tmp_path / "ck"
-    flags = [*tiny_flags, *jobs.R3_FLAGS, "--num-rollout", "6", "--save", str(checkpoint)]
+    flags = [*tiny_flags, *jobs.R3_FLAGS, *jobs.NO_CANARIES, "--num-rollout", "6"]
+    flags += ["--save", str(checkpoint)]
     flags += ["--auto-resume", "--dump-rollouts"]
     first_bad = 40  # in the middle of the third rollout
     meddling = Meddling(

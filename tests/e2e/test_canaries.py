@@ -7,6 +7,9 @@ when canaries are read: after the sound update it loads other tensors under the 
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -21,6 +24,8 @@ from r3train.cpu.device import prepare_device
 
 DEVICE = prepare_device()
 
+from r3train.audit.audit_run import audit_run  # noqa: E402
+from r3train.audit.findings import SERVED  # noqa: E402
 from r3train.config import RunConfig  # noqa: E402
 from r3train.config.data_settings import DataSection  # noqa: E402
 from r3train.config.hf_facts import read_hf_facts  # noqa: E402
@@ -49,6 +54,15 @@ from r3train.trainer.megatron.actor import MegatronActor  # noqa: E402
 from r3train.types import Prompt  # noqa: E402
 from r3train.verify.mutations import MUTATIONS  # noqa: E402
 from r3train.verify.tiny import TinyOptions, build  # noqa: E402
+from tests.e2e import jobs  # noqa: E402
+from tests.e2e.live_jobs import (
+    output,
+    pointer,
+    running,
+    scheduler,
+    steps_done,
+    wait_for,
+)  # noqa: E402
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 VOCAB = 256
@@ -66,14 +80,14 @@ class Rig:
     run_dir: Path
     version: int = 0
     before: Weights = field(default_factory=dict)  # as the last version was sent
-    first: Weights = field(default_factory=dict)
+    begun: dict[int, Weights] = field(default_factory=dict)  # at the start of each run
 
     def __post_init__(self) -> None:
         states = [chunk.state_dict() for chunk in self.actor.model.unwrapped]
         named = [(n, t) for state in states for n, t in state.items() if torch.is_tensor(t)]
         self.parameters = {n: t for n, t in named if t.is_floating_point()}
         self.masters = {n: t.float().clone() for n, t in self.parameters.items()}
-        self.before = self.first = self.weights()
+        self.before = self.weights()
 
     def weights(self) -> Weights:
         return {name: tensor.detach().clone() for name, tensor in self.actor.hf_weights()}
@@ -100,6 +114,7 @@ class Rig:
         if not loop._canaries.ready:
             loop._update.publish(self.version)
             loop._canaries.begin(self.version)
+            self.begun[servers] = self.weights()
         self.step(lr)
         fleet, publisher = loop.rank_zero.engines, loop.rank_zero.engines.publisher
 
@@ -143,9 +158,6 @@ class Rig:
 
     def one_version_behind(self, weights: Weights) -> Weights:
         return self.before
-
-    def of_the_checkpoint(self, weights: Weights) -> Weights:
-        return self.first
 
 
 def opened(family: str, dtype: str, run_dir: Path):
@@ -272,14 +284,9 @@ def test_MOVED_names_a_single_server_that_is_one_version_behind(glm):
     assert glm.caught_by(1e-3, servers=1, fault=glm.one_version_behind) == "MOVED"
 
 
-def test_MOVED_names_a_server_that_has_the_checkpoints_weights_again(glm):
-    for _ in range(2):
-        glm.update(1e-3, servers=1)
-    held = glm.loops[1]._canaries._first[0]
-    assert held.version < glm.version
-    # what the run began with, which is not the checkpoint where another test came first
-    glm.first = glm.first if held.version == 0 else pytest.skip("begun after other tests")
-    assert glm.caught_by(1e-3, servers=1, fault=glm.of_the_checkpoint) == "MOVED"
+def test_MOVED_names_a_server_that_has_its_first_weights_again(glm):
+    glm.update(1e-3, servers=1)
+    assert glm.caught_by(1e-3, servers=1, fault=lambda weights: glm.begun[1]) == "MOVED"
 
 
 def test_TWINS_names_one_norm_that_was_kept_on_one_of_two_servers(glm):
@@ -296,6 +303,28 @@ def test_ROUTER_names_router_biases_that_were_kept(glm):
         )
     fault = glm.kept("e_score_correction_bias")
     assert glm.caught_by(1e-3, servers=1, fault=fault) == "ROUTER"
+
+
+@pytest.mark.slow
+def test_a_restarted_server_with_the_checkpoints_weights_answers_no_rollout(tmp_path, tiny_flags):
+    run_dir, saved = tmp_path / "run", tmp_path / "saved"
+    flags = [*tiny_flags, *jobs.R3_FLAGS, "--num-rollout", "100000", "--max-engine-restarts", "1"]
+    bug = ("-m", "tests.e2e.train_with_bug", "restarted_server_keeps_its_weights")
+    with running(run_dir, *flags, "--save", str(saved), program=bug) as job:
+        wait_for(lambda: steps_done(run_dir) >= 4, job, run_dir)
+        os.kill(scheduler(job).pid, signal.SIGKILL)
+        assert job.wait(timeout=480) != 0
+    said = output(run_dir)
+    found = re.search(
+        r"not served: MOVED: server 0, weight version (\d+): .* under version 0", said
+    )
+    assert found, said
+    # what was trained is right, and saved; of that version nothing was trained
+    audit = audit_run(run_dir)
+    assert audit.claims[SERVED] == "failed" and len(audit.findings) == len(
+        [f for f in audit.findings if f.claim == SERVED]
+    )
+    assert pointer(saved) == int(found[1]) == steps_done(run_dir)
 
 
 @pytest.mark.slow

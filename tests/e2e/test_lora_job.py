@@ -220,11 +220,21 @@ def test_versions_are_adapters_side_by_side_and_every_answer_ends_on_its_own(
 def test_the_adapter_of_another_version_is_found_by_its_log_probs(tmp_path, tiny_flags):
     """The label is the new one's: nothing but what the server computes tells the two apart."""
     job = jobs.run(
-        *(tmp_path / "run", *tiny_flags, *SERVED, "--num-rollout", "2"),
+        *(tmp_path / "run", *tiny_flags, *SERVED, *jobs.NO_CANARIES, "--num-rollout", "2"),
         program=("-m", "tests.e2e.train_with_bug", "adapter_of_last_version"),
     )
     assert job.code != 0, job.output
     assert "weight update 2: the server's log-prob of probe token" in job.output
+
+
+@pytest.mark.slow
+def test_the_adapter_of_another_version_is_found_by_the_canaries(tmp_path, tiny_flags):
+    job = jobs.run(
+        *(tmp_path / "run", *tiny_flags, *SERVED, "--num-rollout", "3"),
+        program=("-m", "tests.e2e.train_with_bug", "adapter_of_last_version"),
+    )
+    assert job.code != 0, job.output
+    assert re.search("not served: (MOVED|BOUND): server 0, weight version", job.output), job.output
 
 
 @pytest.mark.slow

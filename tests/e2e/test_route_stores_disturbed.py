@@ -35,7 +35,13 @@ pytestmark = pytest.mark.e2e
 LAYERS, TOPK, EXPERTS = 4, 2, 8  # of the demo's model
 MISSING = 255
 STORES = [
-    *(*jobs.R3_FLAGS, "--route-stores", "--dump-rollouts", "--rollout-ignore-eos"),
+    *(
+        *jobs.R3_FLAGS,
+        *jobs.NO_CANARIES,
+        "--route-stores",
+        "--dump-rollouts",
+        "--rollout-ignore-eos",
+    ),
     *("--lr", "0", "--lr-warmup-iters", "0"),
 ]
 

@@ -38,7 +38,7 @@ def test_no_sample_is_older_than_allowed_though_requests_are_slow(
         job = jobs.run(
             tmp_path / "run",
             *tiny_flags,
-            *jobs.R3_FLAGS,
+            *(*jobs.R3_FLAGS, *jobs.NO_CANARIES),
             *("--num-rollout", str(STEPS), "--max-weight-staleness", str(staleness)),
             # the demo's: routes three steps old mismatch in more rows than the threshold lets its own
             *("--lr", "2e-3"),

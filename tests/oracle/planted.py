@@ -25,13 +25,13 @@ from megatron.core.distributed import finalize_model_grads as megatron_finalize
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe import router as megatron_router
 
-from r3train import types
+from r3train import hf_checkpoint, types
 from r3train.algo import policy_loss
 from r3train.config import RunConfig
 from r3train.engine import adapters, client, publish
 from r3train.generation import conversation, group_scorer, stitch
 from r3train.layout import microbatch
-from r3train.loop import distribute, kl_reward, prepare
+from r3train.loop import distribute, kl_reward, prepare, weight_update
 from r3train.trainer.megatron import actor, forward_step, hf_weights, lora, model, optimizer, replay
 from r3train.trainer.megatron.replay import RouterReplay, RoutingReplayManager
 from r3train.trainer.megatron.sampling_mask import DROPPED, SamplingMask, shard_of
@@ -681,6 +681,25 @@ def embedding_asks_for_no_gradient(original, chunk):
 def scale_not_merged(original, self):
     """Alpha / rank is forgotten in the merged weights."""
     return original(self) / self.scale
+
+
+@replaces(weight_update.WeightUpdate, "revive", caught_by="tests/e2e/test_canaries.py")
+def restarted_server_keeps_its_weights(original, self, weight_version):
+    """A restarted server is given the version's label, and none of its weights."""
+
+    def nothing_sent(own, tensors, *, version):
+        sent = {name: hf_checkpoint.kind_of(tensor) for name, tensor in tensors}
+        own._engine.update_weight_version(version)
+        own._engine.confirm_version(version)
+        return publish.Published(
+            version, sent, sum(kind.num_bytes for kind in sent.values()), 1, 0.0
+        )
+
+    if self.rank_zero is None:
+        return original(self, weight_version)
+    publisher = type(self.rank_zero.engines.publisher)
+    with mock.patch.object(publisher, "publish", nothing_sent):
+        return original(self, weight_version)
 
 
 @replaces(lora.Lora, "_joined", caught_by=LORA)
