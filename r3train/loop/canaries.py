@@ -115,55 +115,55 @@ class Canaries:
         if self.ready:
             return
         fleet = self.rank_zero and self.rank_zero.engines
-        texts, reads, again = [], {}, {}
+        texts, reads, again, failed = [], {}, {}, ""
         with rank_zero_alone():
             if fleet is not None:
-                texts = fleet.canary_texts(_NOISE_TEXTS, self._longest())
+                texts = fleet.canary_texts(max(_NOISE_TEXTS, self._count), self._longest)
                 reads = self._ask(texts, version)
                 again = self._ask(texts, version, batched=self.beside_generation, once_more=True)
         own, router = self._actor_reads(texts, reads, version)
         repeated, _ = self._actor_reads(texts, reads, version)
-        # in the pack of an update: another pack rounds otherwise, which would look like a move of the actor's
-        kept = max(_FEWEST, self.config.canaries // self._longest())
-        reads_of_kept = {s: of[:kept] for s, of in reads.items()}
-        own_of_kept, _ = self._actor_reads(texts[:kept], reads_of_kept, version)
-        self.ready = True
-        failed = ""
+        # those of an update, in its pack: another one rounds otherwise, which would look like a move of the actor's
+        texts, of_kept = texts[: self._count], {s: of[: self._count] for s, of in reads.items()}
+        own_of_kept, router_of_kept = self._actor_reads(texts, of_kept, version)
         if fleet is not None:
-            first = next(iter(reads))
-            moe = self.hf.moe_layer_numbers
-            servers = [ServerRead(version, s, reads[s], own[s]) for s in reads]
-            gaps = np.concatenate([server.gaps() for server in servers])
-            pairs = [pair for s in reads for pair in zip(reads[s], again[s], strict=True)]
-            family = FAMILIES[self.hf.model_type]
-            stores_less = family.served_in_less and not self.config.model.bf16
-            self._noise = CanaryNoise(
-                repeat=difference(
-                    [(getattr(a, n), getattr(b, n)) for a, b in pairs for n in ("early", "whole")],
-                    moe,
-                ),
-                warm=difference([(a.early, a.warm) for a, _ in pairs], moe),
-                gap_mean=float(gaps.mean()),
-                gap_max=float(gaps.max()),
-                gap_floor=family.log_prob_gap if stores_less else 0.0,
-                actor_repeat=max(
-                    float(np.abs(a - b).max())
-                    for s in reads
-                    for a, b in zip(own[s], repeated[s], strict=True)
-                ),
-                rows=sum(rows for rows, _ in router.values()),
-                rows_left=sum(left for _, left in router.values()),
-            )
-            self._cached = [r.warm.cached_tokens for r in reads[first]]
+            self._noise = self._measured(version, reads, again, own, repeated, router)
             self._texts = texts
-            failed = self._judge(version, reads, own, router)
-            self._texts, self._cached = texts[:kept], self._cached[:kept]
-            self._first = self._last = {
-                s: ServerRead(version, s, of, own_of_kept[s]) for s, of in reads_of_kept.items()
-            }
+            self._cached = [r.warm.cached_tokens for r in next(iter(of_kept.values()))]
+            failed = self._judge(version, of_kept, own_of_kept, router_of_kept)
+            self._first = dict(self._last)
             self._say_what_they_show(version)
+        self.ready = True
         self._end_if(failed, version, {})
 
+    def _measured(
+        self,
+        version: int,
+        reads: dict[int, list[CanaryReadings]],
+        again: dict[int, list[CanaryReadings]],
+        own: dict[int, list[np.ndarray]],
+        repeated: dict[int, list[np.ndarray]],
+        router: dict[int, tuple[int, int]],
+    ) -> CanaryNoise:
+        """Rank 0: the noise of readings, and of passes of the actor, that were made twice."""
+        moe, family = self.hf.moe_layer_numbers, FAMILIES[self.hf.model_type]
+        gaps = np.concatenate([ServerRead(version, s, reads[s], own[s]).gaps() for s in reads])
+        pairs = [pair for s in reads for pair in zip(reads[s], again[s], strict=True)]
+        twice = [(getattr(a, n), getattr(b, n)) for a, b in pairs for n in ("early", "whole")]
+        of_actor = [pair for s in reads for pair in zip(own[s], repeated[s], strict=True)]
+        stores_less = family.served_in_less and not self.config.model.bf16
+        return CanaryNoise(
+            repeat=difference(twice, moe),
+            warm=difference([(a.early, a.warm) for a, _ in pairs], moe),
+            gap_mean=float(gaps.mean()),
+            gap_max=float(gaps.max()),
+            gap_floor=family.log_prob_gap if stores_less else 0.0,
+            actor_repeat=max(float(np.abs(a - b).max()) for a, b in of_actor),
+            rows=sum(rows for rows, _ in router.values()),
+            rows_left=sum(left for _, left in router.values()),
+        )
+
+    @property
     def _longest(self) -> int:
         """Tokens of a canary: all are as long."""
         trainer, cp = self.config.trainer, self.config.parallel.context_parallel_size
@@ -174,6 +174,10 @@ class Canaries:
             trainer.max_tokens_per_gpu * cp,
         )
 
+    @property
+    def _count(self) -> int:
+        return max(_FEWEST, self.config.canaries // self._longest)
+
     def _say_what_they_show(self, version: int) -> None:
         record, noise = self._records[version][0], self._noise
         of = record.coverage
@@ -181,8 +185,8 @@ class Canaries:
             "bit by bit" if noise.repeat.is_none else f"to {noise.repeat.log_prob_off:.2g} nats"
         )
         self.rank_zero.display.note(
-            f"canaries: {len(self._texts)} texts, {sum(map(len, self._texts))} tokens; the {_NOISE_TEXTS} of the"
-            f" start use {of.experts_used / of.experts:.0%} of the (layer, expert) pairs and"
+            f"canaries: {len(self._texts)} texts, {sum(map(len, self._texts))} tokens; they use"
+            f" {of.experts_used / of.experts:.0%} of the (layer, expert) pairs and"
             f" {of.tokens_used / of.vocabulary:.0%} of the vocabulary; servers repeat themselves {repeats}, and are"
             f" {noise.gap_mean:.2g} nats from the actor on average"
         )

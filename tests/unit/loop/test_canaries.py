@@ -273,12 +273,19 @@ def test_a_checkpoint_without_canaries_chooses_them_anew(tmp_path, one_rank):
     assert run.canaries.ready
 
 
+def test_a_large_budget_reads_more_texts(tmp_path, one_rank):
+    run = Run(tmp_path, r3_canaries=16384)
+    run.canaries.begin(0)
+    run.update(1)
+    assert [asked[1] for asked in run.fleet.asked] == [32, 32, 32]
+
+
 def test_short_contexts_and_small_budgets_make_shorter_texts(tmp_path, one_rank):
     for settings, longest in (
         ({}, 256),
         ({"r3_canaries": 64}, 16),
-        ({"r3_canaries": 8192}, 504),
+        ({"r3_canaries": 16384}, 504),
         ({"max_tokens_per_gpu": 100}, 100),
         ({"rollout_max_context_len": 90}, 82),
     ):
-        assert Run(tmp_path, **settings).canaries._longest() == longest
+        assert Run(tmp_path, **settings).canaries._longest == longest
