@@ -33,6 +33,7 @@ from r3train.config.model_settings import ModelSection  # noqa: E402
 from r3train.config.replay_settings import ReplaySection  # noqa: E402
 from r3train.config.rollout_settings import RolloutSection  # noqa: E402
 from r3train.config.trainer_settings import TrainerSection  # noqa: E402
+from r3train.data.tokenizer import load_tokenizer  # noqa: E402
 from r3train.engine.control import EngineControl  # noqa: E402
 from r3train.engine.publish_memory import SharedMemoryPublisher  # noqa: E402
 from r3train.engine.server import SGLangServer  # noqa: E402
@@ -93,13 +94,16 @@ class Rig:
         return {name: tensor.detach().clone() for name, tensor in self.actor.hf_weights()}
 
     def step(self, lr: float) -> None:
-        """Move every parameter by lr, up or down."""
+        """Move every parameter by lr, up or down; in bfloat16 norms, which lie near 1, by ten times as much."""
         self.before = self.weights()
         generator = torch.Generator().manual_seed(self.version)
         with torch.no_grad():
             for name, master in self.masters.items():
-                master += lr * torch.sign(torch.randn(master.shape, generator=generator))
-                self.parameters[name].copy_(master.to(self.parameters[name].dtype))
+                parameter = self.parameters[name]
+                is_coarse = parameter.dtype == torch.bfloat16 and "norm" in name
+                size = 10 * lr if is_coarse else lr
+                master += size * torch.sign(torch.randn(master.shape, generator=generator))
+                parameter.copy_(master.to(parameter.dtype))
         self.version += 1
 
     def update(
@@ -204,7 +208,8 @@ def opened(family: str, dtype: str, run_dir: Path):
                     use_rollout_routing_replay=True, enable_r3_correctness_check=True
                 ),
             )
-            job = Job(config, hf, prompts, None, SimpleNamespace(close=lambda: None), None)
+            reward = SimpleNamespace(close=lambda: None)
+            job = Job(config, hf, prompts, load_tokenizer(checkpoint), reward, None)
             actor = actor or build_actor(job, DEVICE, ResumePoint())
             own_dir = run_dir / f"run_{number}"
             own_dir.mkdir()
@@ -290,10 +295,7 @@ def test_MOVED_names_a_server_that_has_its_first_weights_again(glm):
 
 
 def test_TWINS_names_one_norm_that_was_kept_on_one_of_two_servers(glm):
-    # in bfloat16 a norm near 1 moves from 4e-3 on
-    lr = 1e-3 if not glm.loops[2].config.model.bf16 else 1e-2
-    norm = glm.kept("layers.2.input_layernorm.weight")
-    assert glm.caught_by(lr, fault=norm) == "TWINS"
+    assert glm.caught_by(1e-3, fault=glm.kept("layers.2.input_layernorm.weight")) == "TWINS"
 
 
 def test_ROUTER_names_router_biases_that_were_kept(glm):
@@ -302,7 +304,7 @@ def test_ROUTER_names_router_biases_that_were_kept(glm):
             "in bfloat16 a bias that is off by less than 1e-2 drowns in the router's rounding"
         )
     fault = glm.kept("e_score_correction_bias")
-    assert glm.caught_by(1e-3, servers=1, fault=fault) == "ROUTER"
+    assert glm.caught_by(2e-3, servers=1, fault=fault) == "ROUTER"
 
 
 @pytest.mark.slow
