@@ -88,6 +88,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -152,6 +153,31 @@ class RouteShape:
         return missing_marker(self.dtype)
 
 
+class RowClass(IntEnum):
+    """The way in which a server came to a row of routes.
+
+    PREFILLED_AGAIN: by a prefill that computed tokens again which older weights had sampled, after an
+    update; and every row of an answer that its server retracted (``num_retractions``), for it does not say which of
+    them it computed again.  CACHED: with the prefix that the server took from its cache.  FILLED: no
+    server computed it, the trainer fills it.
+    """
+
+    DECODED = 0
+    PREFILLED = 1
+    PREFILLED_AGAIN = 2
+    CACHED = 3
+    FILLED = 4
+
+    @property
+    def label(self) -> str:
+        """The name in metrics and evidence."""
+        return self.name.lower()
+
+
+# of a row of a sample that was read from a file without classes
+UNKNOWN_CLASS = 255
+
+
 @dataclass(frozen=True, slots=True)
 class RolloutSample:
     """One finished generation, exactly as the engine reported it.
@@ -194,6 +220,8 @@ class RolloutSample:
     custody: Sequence[Sequence[int]] | None = None
     # with reward_keys: the numbers of the reward's table at these keys, in their order
     reward_parts: Sequence[float] | None = None
+    # with routes: the RowClass of each row, FILLED for the last token; None where it is not known
+    row_classes: np.ndarray | None = None  # uint8[T]
 
     @property
     def num_tokens(self) -> int:
@@ -319,6 +347,7 @@ class MicroBatch:
     mask_counts: np.ndarray | None = None  # int32[F]
     mask_ids: np.ndarray | None = None  # int32[mask_counts.sum()]
     teacher_log_probs: np.ndarray | None = None  # float32[F], with --opd-type sglang
+    row_classes: np.ndarray | None = None  # uint8[F], RowClass or UNKNOWN_CLASS; None without R3
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,6 +408,7 @@ class RankSlice:
     mask_versions: np.ndarray | None = None  # int32[n], weights that drew the label, -1 = not known
     teacher_log_probs: np.ndarray | None = None  # float32[n], with --opd-type sglang
     ages: np.ndarray | None = None  # int32[n], see MicroBatch; None counts all rows as new
+    row_classes: np.ndarray | None = None  # uint8[n], see MicroBatch; FILLED for padding
 
     @property
     def num_rows(self) -> int:
@@ -391,6 +421,8 @@ RecheckPart = Literal["whole", "last", "prompt"]
 Amount = Annotated[int, Meta(ge=0, le=1 << 40)]
 Rank = Annotated[int, Meta(ge=0, lt=1 << 17)]
 LayerNumber = Annotated[int, Meta(ge=1, le=1 << 12)]
+# a weight version, -1 where it is not known
+Version = Annotated[int, Meta(ge=-1, le=1 << 31)]
 ReplayPass = Literal["old_log_prob", "ref_log_prob", "train"]
 # replay_backward: a recomputation; sampling_mask: sampling masks applied to the logits of a microbatch
 ReplayStage = Literal["replay_forward", "replay_backward", "sampling_mask"]

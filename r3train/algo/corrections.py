@@ -17,6 +17,7 @@ from torch import Tensor
 from r3train.algo.divergence import MAX_LOG_RATIO, k3_kl, log_ratio, zero_outside
 from r3train.algo.loss_rows import LossRows
 from r3train.config.algorithm_settings import AlgorithmSection
+from r3train.types import RowClass
 
 # Bins of |gap|, 32 a decade from 1e-8 to 100 nats: a quantile is known to 7.5%.
 _BINS_PER_DECADE, _LOWEST, _DECADES = 32, -8, 10
@@ -154,10 +155,12 @@ def mismatch_metrics(means: dict[str, float]) -> dict[str, float]:
     }
 
 
-# the sums of rows of one age: NAME_age_AGE
-_AGE = "_age_"
+# the sums of rows of one age: NAME_age_AGE, and of one class: NAME_rows_CLASS
+_AGE, _CLASS = "_age_", "_rows_"
+_OF_CLASSES = ("loss_tokens", "log_prob_gap_mean", "log_prob_gap_k1", "log_prob_gap_k3")
+_LABELS = {row_class.label for row_class in RowClass}
 _OF_AGES = (
-    *("loss_tokens", "log_prob_gap_mean", "log_prob_gap_k1", "log_prob_gap_k3"),
+    *_OF_CLASSES,
     *("ess", "chi2_token", "tis_weight", "tis_clipped_high", "tis_clipped_low", "dropped_share"),
 )
 # of samples, each by its rows of that age
@@ -167,7 +170,7 @@ _OF_SAMPLES = ("sequences", "seq_chi2", "seq_ppl_actor", "seq_ppl_rollout")
 def age_sums(
     rows: LossRows, correction: Tensor | None, beyond: dict[str, Tensor], keep: Tensor | None
 ) -> dict[str, Tensor]:
-    """Sums from which ``age_metrics`` makes the gap's metrics by age of the weights.
+    """Sums from which ``group_metrics`` makes the gap's metrics by age of the weights.
 
     correction, beyond, keep: as ``rollout_weights`` and ``kept_rows`` return them.  {} where all rows are
     of one age.
@@ -176,14 +179,7 @@ def age_sums(
         return {}
     d = log_ratio(rows.old_log_probs, rows.rollout_log_probs)
     ratio = zero_outside(d.exp(), rows.mask)
-    of_rows = {
-        "loss_tokens": rows.mask.float(),
-        "log_prob_gap_mean": d.abs(),
-        "log_prob_gap_k1": -d,
-        "log_prob_gap_k3": k3_kl(-d, torch.zeros_like(d)),
-        "ess": ratio,
-        "chi2_token": ratio.square(),
-    }
+    of_rows = _gaps(rows, d) | {"ess": ratio, "chi2_token": ratio.square()}
     if correction is not None:
         of_rows |= {"tis_weight": correction, **{n: b.float() for n, b in beyond.items()}}
     if keep is not None:
@@ -199,22 +195,58 @@ def age_sums(
     }
 
 
-def is_age_sum(name: str) -> bool:
-    """True for a sum of rows of one age, which is no sum over the loss tokens of the step."""
+def _gaps(rows: LossRows, d: Tensor) -> dict[str, Tensor]:
+    """Make the values of each row that are summed by age and class, from its d: float[n] by name."""
+    values = (rows.mask.float(), d.abs(), -d, k3_kl(-d, torch.zeros_like(d)))
+    return dict(zip(_OF_CLASSES, values, strict=True))
+
+
+def class_sums(rows: LossRows) -> dict[str, Tensor]:
+    """Sums from which ``group_metrics`` makes the gap's metrics by class of the row that predicted a token.
+
+    No server takes the row that predicts a sampled token from its cache, so the class ``cached`` has the
+    tokens of the samples in which an earlier row came from there.  {} without R3.
+    """
+    if rows.row_classes is None:
+        return {}
+    d = log_ratio(rows.old_log_probs, rows.rollout_log_probs)
+    classes = torch.arange(len(RowClass), device=d.device)
+    of_class = rows.row_classes == classes[:, None]  # [classes, n]
+    # all rows, of the prompt too: not ``sample_max``, which takes masked rows
+    cached = d.new_zeros(rows.loss_weights.shape[0])
+    own = of_class[RowClass.CACHED].to(d.dtype)
+    cached = rows.over_ranks(cached.scatter_reduce_(0, rows.samples, own, "amax"), "max")
+    behind = rows.of_rows(cached) > 0
+    of_class = torch.where((classes == RowClass.CACHED)[:, None], behind, of_class)
+    table = torch.stack(list(_gaps(rows, d).values())).float()
+    sums = table @ of_class.float().T
+    return {
+        f"{name}{_CLASS}{row_class.label}": values[row_class]
+        for name, values in zip(_OF_CLASSES, sums)
+        for row_class in RowClass
+    }
+
+
+def is_group_sum(name: str) -> bool:
+    """True for a sum of rows of one age or class, which is no sum over the loss tokens of the step."""
     kind, _, age = name.partition(_AGE)
-    return kind in (*_OF_AGES, *_OF_SAMPLES) and age.isdecimal()
+    if kind in (*_OF_AGES, *_OF_SAMPLES) and age.isdecimal():
+        return True
+    kind, _, label = name.partition(_CLASS)
+    return kind in _OF_CLASSES and label in _LABELS
 
 
-def age_metrics(sums: dict[str, float]) -> dict[str, float]:
-    """Turn the sums over a rollout into means over the rows of each age; an age without rows has none.
+def group_metrics(sums: dict[str, float]) -> dict[str, float]:
+    """Turn the sums over a rollout into means over the rows of each age and class; one without rows has none.
 
     ``loss_tokens_age_N`` stays the number of rows that weights N rollouts behind sampled; the last age holds those
-    of older weights too.  In metrics of samples (``chi2_seq``, ``ppl_*``) a sample counts by its rows of that age.
+    of older weights too; ``loss_tokens_rows_CLASS`` that of a class.  In metrics of samples (``chi2_seq``, ``ppl_*``) a sample counts by its rows of that age.
     """
     out: dict[str, float] = {}
     for name, value in sums.items():
-        kind, _, age = name.partition(_AGE)
-        count = sums[f"loss_tokens{_AGE}{age}"]
+        sign = _AGE if _AGE in name else _CLASS
+        kind, _, group = name.partition(sign)
+        count = sums[f"loss_tokens{sign}{group}"]
         if count and kind in _OF_AGES:
             out[name] = value if kind == "loss_tokens" else value / count
     for age in [name.partition(_AGE)[2] for name in out if name.startswith("ess")]:

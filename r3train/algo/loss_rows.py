@@ -44,6 +44,7 @@ class LossRows:
     # int64[n] in 0..num_ages-1, rollouts by which the weights that sampled the row's token were behind
     ages: Tensor | None = None
     num_ages: int = 1
+    row_classes: Tensor | None = None  # int64[n], RowClass or UNKNOWN_CLASS; None without R3
 
     def __post_init__(self) -> None:
         assert self.mask.dtype == torch.bool, self.mask.dtype

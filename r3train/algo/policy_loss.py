@@ -15,6 +15,7 @@ from torch import Tensor
 
 from r3train.algo.corrections import (
     age_sums,
+    class_sums,
     kept_rows,
     log_prob_gap_sums,
     mismatch_sums,
@@ -90,7 +91,7 @@ def microbatch_loss(
         loss = loss - algorithm.entropy_coef * entropy
     gap = log_prob_gap_sums(rows.old_log_probs, rows.rollout_log_probs, mask)
     maxima["log_prob_gap_max"] = gap.pop("log_prob_gap_max")
-    sums |= gap | mismatch_sums(rows) | age_sums(rows, correction, beyond, keep)
+    sums |= gap | mismatch_sums(rows) | age_sums(rows, correction, beyond, keep) | class_sums(rows)
     sums["loss"] = loss.detach()
     return MicrobatchLoss(loss, sums, maxima)
 
@@ -112,15 +113,17 @@ def distilled(rows: LossRows, algorithm: AlgorithmSection) -> tuple[LossRows, di
 
 
 def metric_names(
-    policy_loss: PolicyLoss, algorithm: AlgorithmSection, num_ages: int = 1
+    policy_loss: PolicyLoss, algorithm: AlgorithmSection, num_ages: int = 1, replayed: bool = False
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The names of the sums and of the maxima, as every rank must know them.
 
-    num_ages: as in ``LossRows``.
+    num_ages: as in ``LossRows``; replayed: True where rows have classes.
     A pipeline stage that computes no loss learns them from rows without values.  On such rows a policy
     loss that waits for the device raises, so it is found here.
     """
     empty = replace(rows_without_values(algorithm), num_ages=num_ages)
+    if replayed:
+        empty = replace(empty, row_classes=empty.ages)
     found = microbatch_loss(policy_loss, empty, algorithm)
     return tuple(found.sums), tuple(found.maxima)
 

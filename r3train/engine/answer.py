@@ -111,6 +111,7 @@ def read_answer(
     _check_versions(versions, request.weight_version, request.exact_version, name)
     _check_newest(versions, sent.newest_version, name)
     retractions = 0 if never_computed else _retractions(meta, routes is not None, name)
+    cached = 0 if never_computed else _cached_tokens(meta, input_len, routes is not None, name)
     start, rows = request.rows_start, None
     if routes is not None and output_len:
         payload = meta.get("routed_experts")
@@ -126,6 +127,7 @@ def read_answer(
         start,
         finish_reason,
         retractions,
+        cached_tokens=cached,
         mask_counts=mask_counts,
         mask_ids=mask_ids,
     )
@@ -309,6 +311,18 @@ def _retractions(meta: Mapping[str, Any], needed: bool, name: str) -> int:
     count = meta.get("num_retractions", None if needed else 0)
     if type(count) is not int or count < 0:
         raise ValueError(f"sample {name}: num_retractions is {count!r}, expected a count")
+    return count
+
+
+def _cached_tokens(meta: Mapping[str, Any], input_len: int, needed: bool, name: str) -> int:
+    """``cached_tokens``; an answer with routes must say it.  A server computes the last token at least."""
+    count = meta.get("cached_tokens", None if needed else 0)
+    if type(count) is not int or not 0 <= count < input_len:
+        got = repr(count)[:100]
+        raise ValueError(
+            f"sample {name}: cached_tokens is {got}, expected 0 to {input_len - 1} of the"
+            f" {input_len} tokens that were sent"
+        )
     return count
 
 

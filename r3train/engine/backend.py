@@ -148,6 +148,7 @@ class Segment:
     # rows are then of other forwards than its log-probs
     num_retractions: int = 0
     server: int = 0  # index of the server that answered
+    cached_tokens: int = 0  # tokens that the server took from its prefix cache, below T
     # the tokens that sampling kept, in ``SamplingParams.mask_vocab``; None if it is None
     mask_counts: np.ndarray | None = None  # int32[O], at least 1
     mask_ids: np.ndarray | None = None  # int32[mask_counts.sum()], token after token

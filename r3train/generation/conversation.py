@@ -166,4 +166,5 @@ def _one_turn(
         mask_counts=None if kept is None else kept[:end],
         mask_ids=None if kept is None else sample.mask_ids[: int(kept[:end].sum())],
         decoded_masks=tuple(part for part in sample.decoded_masks if part[0] < end),
+        row_classes=stitch.classes_until(sample, end),
     )

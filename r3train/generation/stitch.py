@@ -19,7 +19,8 @@ from dataclasses import replace
 import numpy as np
 
 from r3train.engine.backend import Request, SamplingParams, Segment
-from r3train.types import Prompt, RolloutSample, missing_marker
+from r3train.layout.provenance import classes_of_answer
+from r3train.types import Prompt, RolloutSample, RowClass, missing_marker
 
 
 def begin(prompt: Prompt, *, sample_id: int, group_id: int) -> RolloutSample:
@@ -101,10 +102,14 @@ def extend(sample: RolloutSample, segment: Segment) -> RolloutSample:
             known = segment.rows[:0]
         if counts is None and segment.mask_counts is not None:  # the prompt has none
             counts, ids = np.zeros(sample.num_tokens, np.int32), segment.mask_ids[:0]
+    classes = sample.row_classes
+    if classes is None and known is not None:
+        classes = np.full(sample.num_tokens, RowClass.FILLED, dtype=np.uint8)
     if len(segment.token_ids) == 0:
         return replace(
             sample,
             routed_experts=known,
+            row_classes=classes,
             finish_reason=segment.finish_reason,
             mask_counts=counts,
             mask_ids=ids,
@@ -137,6 +142,15 @@ def extend(sample: RolloutSample, segment: Segment) -> RolloutSample:
             )
         # rows that were known already stay as they came the first time
         decoded = (*decoded, (have, segment.rows[have - start :]))
+        classes = _with_filled(classes, len(generated))
+        oldest = oldest_version(sample)
+        classes[have:end] = classes_of_answer(
+            range(have, end),
+            num_input=sample.num_tokens,
+            cached=segment.cached_tokens,
+            again=oldest is not None and oldest < segment.weight_versions[0],
+            retracted=segment.num_retractions > 0,
+        )
     decoded_masks = sample.decoded_masks
     if counts is not None:
         decoded_masks += ((sample.num_tokens, segment.mask_counts, segment.mask_ids),)
@@ -152,6 +166,7 @@ def extend(sample: RolloutSample, segment: Segment) -> RolloutSample:
         finish_reason=segment.finish_reason,
         num_retractions=sample.num_retractions + segment.num_retractions,
         decoded=decoded,
+        row_classes=classes,
         mask_counts=counts,
         mask_ids=ids,
         decoded_masks=decoded_masks,
@@ -172,7 +187,22 @@ def observe(sample: RolloutSample, token_ids: Sequence[int]) -> RolloutSample:
         loss_mask=np.concatenate([sample.loss_mask, np.zeros(count, dtype=bool)]),
         rollout_log_probs=np.concatenate([sample.rollout_log_probs, np.zeros(count, np.float32)]),
         weight_versions=np.concatenate([sample.weight_versions, np.full(count, -1, np.int32)]),
+        row_classes=_with_filled(sample.row_classes, count),
     )
+
+
+def _with_filled(classes: np.ndarray | None, count: int) -> np.ndarray | None:
+    """The classes of rows with those of ``count`` more tokens, whose rows nobody has computed yet."""
+    if classes is None:
+        return None
+    return np.concatenate([classes, np.full(count, RowClass.FILLED, dtype=np.uint8)])
+
+
+def classes_until(sample: RolloutSample, end: int) -> np.ndarray | None:
+    """The classes of the rows of a sample that is cut to ``end`` tokens: the last token has no row."""
+    if sample.row_classes is None:
+        return None
+    return _with_filled(sample.row_classes[: end - 1], 1)
 
 
 def cut(sample: RolloutSample, end: int) -> RolloutSample:
@@ -196,6 +226,7 @@ def cut(sample: RolloutSample, end: int) -> RolloutSample:
         mask_counts=kept,
         mask_ids=ids,
         decoded_masks=tuple(masks),
+        row_classes=classes_until(sample, end),
     )
 
 

@@ -17,12 +17,14 @@ from r3train.layout.rows import (
     take_rows,
 )
 from r3train.ids import PADDING_UID, token_uids
+from r3train.layout.provenance import classes_of_tokens
 from r3train.types import (
     MicroBatch,
     RankSlice,
     RankTopology,
     RolloutSample,
     RouteShape,
+    RowClass,
     TokenLayout,
     TrainSample,
     missing_marker,
@@ -48,12 +50,13 @@ def build_microbatch(
     tokens that sampling kept; ``teacher`` where samples carry a teacher's log-probs; ages are those in
     rollout ``rollout_id``.
     Raises ValueError naming the sample whose routes, sampling masks or teacher's log-probs are absent or
-    misshapen.
+    misshapen, and one whose classes of rows are misshapen.
     """
     lengths = np.array([s.sample.num_tokens for s in samples], dtype=np.int32)
-    routes = None
+    routes = classes = None
     if route_shape is not None:
         routes = route_parts([s.sample for s in samples], route_shape)
+        classes = flat([classes_of_tokens(s.sample) for s in samples], np.uint8)
     mask_counts = mask_ids = None
     versions = flat([np.append(s.sample.weight_versions[1:], -1) for s in samples], np.int32)
     for s in samples:
@@ -87,6 +90,7 @@ def build_microbatch(
         mask_counts=mask_counts,
         mask_ids=mask_ids,
         teacher_log_probs=teacher_log_probs,
+        row_classes=classes,
     )
 
 
@@ -219,9 +223,11 @@ def slice_microbatch(microbatch: MicroBatch, topology: RankTopology) -> RankSlic
     if microbatch.mask_counts is not None and topology.is_last_stage:
         mask_counts, mask_ids = take_ragged(microbatch.mask_counts, microbatch.mask_ids, rows)
         mask_versions = of_tokens(microbatch.row_versions, -1)
-    teacher_log_probs = None
+    teacher_log_probs = row_classes = None
     if microbatch.teacher_log_probs is not None:
         teacher_log_probs = of_tokens(microbatch.teacher_log_probs)
+    if microbatch.row_classes is not None:
+        row_classes = of_tokens(microbatch.row_classes, RowClass.FILLED)
     return RankSlice(
         microbatch_id=microbatch.microbatch_id,
         cu_seqlens_padded=layout.cu_seqlens_padded,
@@ -243,6 +249,7 @@ def slice_microbatch(microbatch: MicroBatch, topology: RankTopology) -> RankSlic
         mask_versions=mask_versions,
         teacher_log_probs=teacher_log_probs,
         ages=of_tokens(microbatch.ages),
+        row_classes=row_classes,
     )
 
 

@@ -23,6 +23,7 @@ from r3train.config.algorithm_settings import AlgorithmSection
 from r3train.config.hf_facts import HfModelFacts
 from r3train.layout.bins import assign_microbatches, pack_bins
 from r3train.layout.microbatch import build_microbatch, row_versions, rows_never_computed
+from r3train.layout.provenance import count_rows
 from r3train.loop.recorded import Recorded, decoded_sampling_mask, decoded_rows
 from r3train.proof.judge import Place, StepExpectation, expected_calls
 from r3train.routing.layers import recomputed_moe_layers
@@ -277,6 +278,7 @@ def step_expectation(
         rows_never_computed=sum(rows_never_computed(s.sample) for s in samples),
         expected_rows_current=_rows_current(rollout_id, versions, config, passes),
         expected_masks_current=masks_current,
+        rows_by_class=count_rows([s.sample for s in samples], versions),
         keep_score_ratio=config.replay.r3_keep_score_ratio,
         expected_calls=expected_calls(
             passes=passes,

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from r3train.algo.corrections import age_metrics, is_age_sum
+from r3train.algo.corrections import group_metrics, is_group_sum
 from r3train.algo.reward_stats import GroupStats
 from r3train.config import RunConfig
 from r3train.observe.metrics import MetricsWriter
-from r3train.types import RolloutSample, TrainSample
+from r3train.types import RolloutSample, RowClass, TrainSample
 
 
 def report_rollout(
@@ -93,8 +93,18 @@ def rollout_metrics(
         "rollout/retracted_samples": sum(s.sample.num_retractions > 0 for s in samples),
         "rollout/spanning_samples": sum(len(versions) > 1 for versions in generated),
         **histogram,
+        **row_metrics([s.sample for s in samples]),
         **(_turn_metrics([s.sample for s in samples]) if turns else {}),
     }
+
+
+def row_metrics(samples: Sequence[RolloutSample]) -> dict[str, int]:
+    """Route rows of a rollout by class; {} without routes, or where a sample's classes are not known."""
+    classes = [s.row_classes for s in samples if s.row_classes is not None]
+    if not classes or len(classes) < len(samples):
+        return {}
+    counts = np.bincount(np.concatenate(classes), minlength=len(RowClass)).tolist()
+    return {f"rows/{row_class.label}": counts[row_class] for row_class in RowClass}
 
 
 def _own_tokens(sample: RolloutSample) -> int:
@@ -259,17 +269,17 @@ _JOINED_BY = {
 def train_metrics(
     reports: Sequence[dict[str, float]], maxima: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Join the numbers of a rollout's optimizer steps: means, except for maxima, sums and means by age.
+    """Join the numbers of a rollout's optimizer steps: means, except for maxima, sums and means by age and class.
 
     maxima: names of the loss's maxima.
     """
     out: dict[str, Any] = {}
-    by_age = {name: sum(r[name] for r in reports) for name in reports[0] if is_age_sum(name)}
-    for name in (name for name in reports[0] if name not in by_age):
+    groups = {name: sum(r[name] for r in reports) for name in reports[0] if is_group_sum(name)}
+    for name in (name for name in reports[0] if name not in groups):
         values = [r[name] for r in reports]
         join = max if name in maxima else _JOINED_BY.get(name, _mean)
         out[f"train/{_NAMES.get(name, name)}"] = join(values)
-    return out | {f"train/{name}": value for name, value in age_metrics(by_age).items()}
+    return out | {f"train/{name}": value for name, value in group_metrics(groups).items()}
 
 
 def gap_warning(rollout_id: int, metrics: Mapping[str, Any]) -> str | None:

@@ -121,6 +121,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("train/rs_rejected_share", "share", "loss tokens that --rollout-rs left out"),
         Metric("train/opsm_dropped_share", "share", "loss tokens that --opsm-delta left out"),
         Metric("train/NAME_age_N", "", "the metric NAME over tokens whose weights were N rollouts old; loss_tokens_age_N counts them"),
+        Metric("train/NAME_rows_CLASS", "", "the metric NAME over tokens that a row of this class predicted; of cached, over samples with rows from the cache; loss_tokens_rows_CLASS counts them"),
     ),
     "R3: replay and its proof": (
         Metric("r3/passed", "", "the step's verdict, true or false; absent when the check is off"),
@@ -157,6 +158,13 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("served/gap_mean", "nats", "|actor - server| per token of the canaries, with the server's experts replayed: mean, of the farthest server"),
         Metric("served/gap_max", "nats", "the largest of them"),
         Metric("served/router_left", "share", "rows of the canaries of which the actor's own experts are not the server's"),
+    ),
+    "Rows of routes by class (docs/r3.md)": (
+        Metric("rows/decoded", "rows", "rows that a server computed when it generated a token after the first"),
+        Metric("rows/prefilled", "rows", "rows that a server computed with a prompt, or with an environment's tokens"),
+        Metric("rows/prefilled_again", "rows", "rows of a prefill that went on after an update, and all rows of retracted answers"),
+        Metric("rows/cached", "rows", "rows of a prefix that a server took from its cache, as they were stored there"),
+        Metric("rows/filled", "rows", "rows that no server computed: the trainer fills them"),
     ),
     "Time, memory and bytes": (
         Metric("perf/step_s", "s", "wall time of the step"),

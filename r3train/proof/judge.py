@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from operator import attrgetter
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, get_args, Literal
 
 import msgspec
 import numpy as np
@@ -26,11 +26,15 @@ from r3train.types import (
     ReplayPass,
     ReplayStage,
     RouteShape,
+    RowClass,
+    Version,
 )
 
 # Of the files in evidence/; files of another version are refused.
 EVIDENCE_VERSION = 1
 STAGES: tuple[str, ...] = get_args(ReplayStage)
+# A RowClass in evidence
+RowLabel = Literal["decoded", "prefilled", "prefilled_again", "cached", "filled"]
 # The stage of sampling masks, which no router call has.
 SAMPLING_MASK = "sampling_mask"
 # (pass, stage, 1-based layer)
@@ -240,10 +244,17 @@ class StepExpectation(msgspec.Struct, frozen=True, kw_only=True):
     expected_rows_current: dict[ReplayPass, Amount]
     # the same for tokens with a sampling mask that were sampled at the actor's version; None without any
     expected_masks_current: dict[ReplayPass, Amount] | None = None
+    # rows by class and weight version; None where a sample's classes are not known
+    rows_by_class: dict[RowLabel, dict[Version, Amount]] | None = None
     # with 0 no replayed expert may be dropped
     keep_score_ratio: Annotated[float, Meta(ge=0, le=1)]
     expected_calls: dict[ReplayPass, dict[ReplayStage, dict[LayerNumber, Amount]]]
     places: list[Place] = []
+
+    def rows_of_class(self, row_class: RowClass) -> int:
+        """Rows of a class over all weight versions."""
+        assert self.rows_by_class is not None
+        return sum(self.rows_by_class.get(row_class.label, {}).values())
 
     def total_calls(self) -> int:
         """Router calls over all passes, stages and layers; sampling masks are none."""
@@ -387,6 +398,10 @@ def judge(
             counts[name] += got[name]
         wanted = _wanted(cell, got, expectation)
         got["rows_compared"] = got["rows_equal"] + got["rows_overlap"] + got["rows_mismatch"]
+        if "rows_of_classes" in wanted:
+            filled = expectation.rows_of_class(RowClass.FILLED)
+            got["rows_of_classes"] = sum(map(expectation.rows_of_class, RowClass)) - filled
+            got["rows_of_class_filled"] = filled
         if "rows_left_out" in wanted:
             filled = expectation.expected_rows_filled[cell[2]]
             got["rows_left_out"] = filled - expectation.rows_never_computed
@@ -436,9 +451,17 @@ def _wanted(cell: Cell, got: dict[str, int], expectation: StepExpectation) -> di
         # recorded rows that were left over would be missing here
         wanted["rows_replayed"] = expectation.expected_rows_replayed[layer] - got["rows_dropped"]
         wanted["rows_filled"] = expectation.expected_rows_filled[layer]
-        if stage != SAMPLING_MASK and expectation.rows_never_computed is not None:
+        never = expectation.rows_never_computed
+        if stage != SAMPLING_MASK and never is not None:
             # a server that computes a row and does not report it leaves the choice to the trainer
             wanted["rows_left_out"] = 0
+            if expectation.rows_by_class is not None:
+                replayed, filled = (
+                    expectation.expected_rows_replayed[layer],
+                    expectation.expected_rows_filled[layer],
+                )
+                wanted["rows_of_classes"] = replayed + filled - never
+                wanted["rows_of_class_filled"] = never
         current = expectation.expected_rows_current
         if stage == SAMPLING_MASK:
             current = expectation.expected_masks_current or {}

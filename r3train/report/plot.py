@@ -132,13 +132,20 @@ _TITLE: dict[str, Any] = {"loc": "left", "fontweight": "bold", "pad": 18}
 def _draw(axes: Axes, line_chart: Chart) -> None:
     points = [point for line in line_chart.lines for point in line.points]
     bounds: list[float] = []
+    if line_chart.stacked and points:
+        areas = [[value for _, value in line.points] for line in line_chart.lines]
+        steps = [step for step, _ in line_chart.lines[0].points]
+        colors = [line.colour for line in line_chart.lines]
+        labels = [f" {line.name}" for line in line_chart.lines]
+        axes.stackplot(steps, areas, colors=colors, labels=labels, alpha=0.8)
+        bounds += [0.0, max(map(sum, zip(*areas)))]
     for line in line_chart.lines:
-        if line.points:
+        if line.points and not line_chart.stacked:
             # A space first: matplotlib leaves out what begins with an underscore.
             style = {"ls": "--", "alpha": 0.6} if line.dashed else {"label": f" {line.name}"}
             if len(line.points) <= _MARKED:
                 style |= {"marker": "o", "ms": 3}
-            style |= {"color": PALETTE[line.run % len(PALETTE)], "lw": 1.6}
+            style |= {"color": line.colour, "lw": 1.6}
             steps, values = map(np.asarray, zip(*line.points))
             if line.band and line.errors:
                 low, high = values - line.errors, values + line.errors

@@ -20,6 +20,7 @@ from r3train.report.report_data import (
     TOKENS,
 )
 from r3train.audit.findings import ranges
+from r3train.types import RowClass
 from r3train.proof.verdicts import FAILED, NO_EVIDENCE, PASSED
 
 # Run colours, which read on a light and on a dark page; told apart by colour-blind readers too.
@@ -89,7 +90,10 @@ _LOG = ("Log-prob gap", "Log-prob gap, k3 KL", "Log-prob gap, p99.9")
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a chart; ``run`` is the 0-based number of its run, which colours it."""
+    """One line of a chart; ``run`` is the 0-based number of its run, which colours it unless it is a part.
+
+    part: its 0-based number among the parts of one run that the chart shows.
+    """
 
     run: int
     name: str
@@ -97,13 +101,19 @@ class Line:
     dashed: bool = False
     errors: Sequence[float] = ()  # of each point, half the length of its bar; empty: no bars
     band: bool = False  # the errors are a band around the line, and no bars
+    part: int | None = None
+
+    @property
+    def colour(self) -> str:
+        """Colour of its run, or of its part."""
+        return PALETTE[(self.run if self.part is None else self.part) % len(PALETTE)]
 
 
 @dataclass(frozen=True)
 class Chart:
     """Lines over the steps; ``missing`` names the numbers that are not drawn.
 
-    about: what each metric means, a line each.
+    about: what each metric means, a line each.  stacked: the lines are parts, drawn as areas one upon another.
     """
 
     title: str
@@ -113,12 +123,14 @@ class Chart:
     missing: Sequence[str] = ()
     over: str = "step"
     about: str = ""
+    stacked: bool = False
 
 
 def charts(runs: Sequence[RunReport]) -> list[Chart]:
     """Every line chart for which one run has a number at least, or one that cannot be drawn."""
     reward, *others = (chart(title, runs) for title in CHARTS)
-    out = [*_evaluations(runs), reward, _pass_at(runs), *others, _coverage(runs)]
+    by_class = [c for i in range(len(runs)) for c in _row_classes(i, runs)]
+    out = [*_evaluations(runs), reward, _pass_at(runs), *others, _coverage(runs), *by_class]
     return [c for c in out if c.missing or any(line.points for line in c.lines)]
 
 
@@ -200,6 +212,30 @@ def _coverage(runs: Sequence[RunReport]) -> Chart:
     return Chart("R3 coverage", note, lines)
 
 
+def _row_classes(place: int, runs: Sequence[RunReport]) -> list[Chart]:
+    """Rows of routes of a run by class, and the gap of each class; without numbers of a class it has no line."""
+    run = runs[place]
+    of_run = f": {run.name}" if len(runs) > 1 else ""
+    shares, gaps = [], []
+    counts = {c.label: dict(run.series(f"rows/{c.label}")) for c in RowClass}
+    steps = sorted(set.intersection(*map(set, counts.values())))
+    totals = {step: sum(of[step] for of in counts.values()) for step in steps}
+    for part, (label, of) in enumerate(counts.items()):
+        points = [(step, of[step] / totals[step]) for step in steps if totals[step]]
+        if any(share for _, share in points):
+            shares.append(Line(place, label, points, part=part))
+        key = f"train/log_prob_gap_mean_rows_{label}"
+        if points := run.series(key, positive=True):
+            gaps.append(Line(place, label, points, part=part))
+    note = "share of the rows of routes, by how a server came to them"
+    rows = Chart(
+        f"Rows by class{of_run}", note, shares, about=_about(["rows/decoded"]), stacked=True
+    )
+    note = "|actor - engine|, nats, mean over tokens by the row that predicted them"
+    about = _about(["train/log_prob_gap_mean_rows_decoded"])
+    return [rows, Chart(f"Log-prob gap by class of row{of_run}", note, gaps, log=True, about=about)]
+
+
 def chart_figure(chart: Chart) -> dict[str, Any] | None:
     """A line chart; None where it has no number."""
     drawn = [(line, thinned(line.points)) for line in chart.lines if line.points]
@@ -208,6 +244,8 @@ def chart_figure(chart: Chart) -> dict[str, Any] | None:
     values = [value for _, points in drawn for _, value in points]
     bars = [(v, e) for line, _ in drawn for (_, v), e in zip(line.points, line.errors)]
     values += [value + sign * error for value, error in bars for sign in (-1, 1)]
+    if chart.stacked:
+        values = [0.0, *(sum(of) for of in zip(*([v for _, v in points] for _, points in drawn)))]
     low, high = axis_range(min(values), max(values), chart.log)
     last_run = max(line.run for line, _ in drawn)
     data = []
@@ -226,12 +264,15 @@ def chart_figure(chart: Chart) -> dict[str, Any] | None:
                 "mode": "lines+markers" if len(points) <= _MAX_MARKED else "lines",
                 "marker": {"size": 4 if len(points) > 1 else 8},
                 "line": {
-                    "color": PALETTE[line.run % len(PALETTE)],
+                    "color": line.colour,
                     "width": width,
                     "dash": "dot" if line.dashed else "solid",
                 },
             }
         )
+        if chart.stacked:
+            data[-1] |= {"stackgroup": "parts", "fill": "tonexty", "mode": "lines"}
+            data[-1]["line"]["width"] = 0.5
         if line.errors and not line.band and len(points) == len(line.points):
             data[-1]["error_y"] = {"array": list(line.errors), "thickness": 1, "width": 3}
     steps = [step for _, points in drawn for step, _ in points]
@@ -242,7 +283,13 @@ def chart_figure(chart: Chart) -> dict[str, Any] | None:
     if chart.log:
         exponents = {"exponentformat": "power", "minor": {"ticks": ""}}
         y_axis |= {"type": "log", "range": [math.log10(low), math.log10(high)], **exponents}
-    return {"data": data, "layout": _layout(202, x_axis, y_axis) | {"hovermode": "x unified"}}
+    layout = _layout(202, x_axis, y_axis) | {"hovermode": "x unified"}
+    if any(line.part is not None for line, _ in drawn):  # colours name parts, and the page's runs
+        layout |= {
+            "showlegend": True,
+            "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom"},
+        }
+    return {"data": data, "layout": layout}
 
 
 def _band(line: Line, points: Sequence[tuple[float, float]]) -> dict[str, Any]:

@@ -109,6 +109,7 @@ for key, value in {
     "prompt_tokens": 1,
     "completion_tokens": True,
     "num_retractions": -1,
+    "cached_tokens": 1 << 20,
     "weight_versions": [],
     "finish_reason": None,
     "routed_experts": "AAAA",

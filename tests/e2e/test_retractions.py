@@ -28,7 +28,7 @@ from r3train.engine.server import SGLangServer
 from r3train.generation.producer import Producer
 from r3train.generation.rollout_task import Asking
 from r3train.proof.recheck_verdict import compare_rollout, limit, recheck_failures, RecheckRecord
-from r3train.types import RolloutSample
+from r3train.types import RolloutSample, RowClass
 
 pytestmark = pytest.mark.e2e
 POOL, IN_FLIGHT, PROMPT, RESPONSE, ROLLOUTS = 400, 8, 24, 60, 3
@@ -138,6 +138,9 @@ def test_accepted_requests_have_rows_of_weights_that_their_tokens_do_not_claim(s
         wrong = [s for s, right in zip(samples, verdicts, strict=True) if not right]
         assert retracted == sum(s.num_retractions > 0 for s in samples) > 0
         assert all(s.num_retractions for s in wrong), "a request that was not retracted is wrong"
+        for s in samples:
+            again = s.row_classes[:-1] == RowClass.PREFILLED_AGAIN
+            assert again.all() if s.num_retractions else not again.any()
         if wrong:
             break
     # tokens of both versions, and rows of the prompt that the first of them did not compute

@@ -21,7 +21,7 @@ from r3train.generation.producer import Producer
 from r3train.generation.rollout_task import Asking
 from r3train.engine.client import SGLangClient
 from r3train.engine.server import SGLangServer
-from r3train.types import RolloutSample
+from r3train.types import RolloutSample, RowClass
 from r3train.engine.publish import DistributedPublisher
 
 pytestmark = pytest.mark.e2e
@@ -143,6 +143,15 @@ def test_each_row_is_of_the_forward_under_the_weights_of_its_token(mode, flush, 
         np.testing.assert_allclose(
             sample.rollout_log_probs[sample.loss_mask], log_probs[sample.loss_mask], atol=1e-3
         )
+        if mode != "retract":
+            # where newer weights went on after an abort, they prefilled the row; all others were decoded
+            again = mode == "abort" and np.diff(versions) > 0
+            of_answer = np.where(again, RowClass.PREFILLED_AGAIN, RowClass.DECODED)
+            expected = [RowClass.PREFILLED, *np.broadcast_to(of_answer, 399), RowClass.FILLED]
+            assert sample.row_classes[sample.prompt_len - 1 :].tolist() == expected
+            of_prompt = sample.row_classes[: sample.prompt_len - 1].tolist()
+            assert of_prompt == sorted(of_prompt, reverse=True), "from the cache, then prefilled"
+            assert set(of_prompt) <= {RowClass.CACHED, RowClass.PREFILLED}
         # the check can fail: a boundary one token off does not describe what came back
         change = int(np.flatnonzero(np.diff(versions))[0])
         versions[change] = versions[change + 1]

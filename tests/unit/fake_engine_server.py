@@ -27,6 +27,7 @@ def answer_to(body):
             "finish_reason": {"type": "stop", "matched": 9},
             "output_token_logprobs": [[-0.5, 9, None]],
             "num_retractions": 0,
+            "cached_tokens": 0,
             "weight_versions": [{"version": "0", "start": 0, "end": 1}],
         },
     }

@@ -57,7 +57,9 @@ class MegatronActor:
         is_sft = config.algorithm.loss_type == "sft"
         self._num_ages = 1 if is_sft else config.rollout.max_weight_staleness + 1
         loss = configured_loss(config.algorithm)
-        self._metric_names = metric_names(loss, config.algorithm, self._num_ages)
+        self._metric_names = metric_names(
+            loss, config.algorithm, self._num_ages, config.replay.use_rollout_routing_replay
+        )
         self._guarded_loss: GuardedLoss | None = None  # code of the user
         if is_users(config.algorithm):
             loss = self._guarded_loss = GuardedLoss(loss, config.algorithm, self._metric_names)

@@ -37,6 +37,7 @@ class DeviceSlice:
     samples: torch.Tensor  # int64[n], the row's sequence in the pack, the tail among them
     loss_weights: torch.Tensor  # float32[sequences]
     ages: torch.Tensor  # int64[n]
+    row_classes: torch.Tensor | None  # int64[n], None without R3
     packed: PackedSeqParams
     kept: SamplingMask | None  # set where the labels were sampled within a sampling mask
     teacher_log_probs: torch.Tensor | None  # set where samples carry them
@@ -63,6 +64,7 @@ class DeviceSlice:
             samples=move(np.repeat(np.arange(len(own)), own)),
             loss_weights=move(s.loss_weights),
             ages=move((np.zeros(s.num_rows) if s.ages is None else s.ages).astype(np.int64)),
+            row_classes=None if s.row_classes is None else move(s.row_classes.astype(np.int64)),
             # Padding rows count as the tail of their sequence.  Attention is causal: no real token
             # sees them, and all attention backends use the same lengths.
             packed=PackedSeqParams(
@@ -213,6 +215,7 @@ def make_train_step(
             over_ranks=_over_context_ranks if is_cut else on_this_rank,
             ages=batch.ages.clamp(max=num_ages - 1),
             num_ages=num_ages,
+            row_classes=batch.row_classes,
         )
         result = microbatch_loss(policy_loss, rows, algorithm)
         report = {

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from r3train.algo.corrections import (
     NUM_GAP_BINS,
     gap_quantile,
-    is_age_sum,
+    is_group_sum,
     mismatch_metrics,
 )
 from r3train.types import RankTopology
@@ -23,7 +23,7 @@ def reduce_metrics(
     names: tuple[Sequence[str], Sequence[str]],
     device: torch.device,
 ) -> dict[str, float]:
-    """Return means over the global loss tokens, maxima, and sums of rows by age; equal on all ranks.
+    """Return means over the global loss tokens, maxima, and sums of rows by age and class; equal on all ranks.
 
     reports: {"sums": ..., "maxima": ..., "gaps": ...} for each microbatch on the last stage, none on
     other stages.  names: the names of the sums and of the maxima.
@@ -45,7 +45,7 @@ def reduce_metrics(
     totals = dict(zip(sum_names, sums.tolist()))  # without the bins of the gaps
     num_tokens = totals.pop("num_tokens")
     metrics = {
-        name: total if is_age_sum(name) else total / max(num_tokens, 1.0)
+        name: total if is_group_sum(name) else total / max(num_tokens, 1.0)
         for name, total in totals.items()
     }
     metrics.update(zip(maximum_names, maxima.tolist()))

@@ -7,10 +7,11 @@ import torch
 from tests.unit.algo.rollouts import loss_rows
 
 from r3train.algo.corrections import (
-    age_metrics,
     age_sums,
+    class_sums,
     gap_quantile,
-    is_age_sum,
+    group_metrics,
+    is_group_sum,
     kept_rows,
     log_prob_gap_histogram,
     log_prob_gap_sums,
@@ -19,6 +20,7 @@ from r3train.algo.corrections import (
     rollout_weights,
 )
 from r3train.config.algorithm_settings import AlgorithmSection, Rejection
+from r3train.types import RowClass, UNKNOWN_CLASS
 
 
 def logs(*probabilities):
@@ -322,7 +324,7 @@ def test_metrics_by_age_are_those_of_the_rows_of_that_age():
     both = [
         age_sums(r, correction, beyond, keep) for r in (rows, replace(rows, ages=rows.ages * 0))
     ]
-    got, together = (age_metrics(values(sums)) for sums in both)
+    got, together = (group_metrics(values(sums)) for sums in both)
     assert {k: v for k, v in got.items() if k.endswith("_2")} == pytest.approx(
         {
             "loss_tokens_age_2": 2,
@@ -343,5 +345,48 @@ def test_metrics_by_age_are_those_of_the_rows_of_that_age():
     assert {name.rpartition("_")[2] for name in got} == {"0", "2"}
     assert together["loss_tokens_age_0"] == 4 and together["tis_weight_age_0"] == 11 / 4
     assert age_sums(replace(rows, num_ages=1), correction, beyond, keep) == {}
-    assert all(is_age_sum(name) for name in both[0])
-    assert not any(map(is_age_sum, ("own_age_mean", "loss_age_0", "ess_age_old")))
+    assert all(is_group_sum(name) for name in both[0])
+    assert not any(map(is_group_sum, ("own_age_mean", "loss_age_0", "ess_age_old")))
+
+
+def test_metrics_by_class_are_those_of_the_rows_that_predicted_a_token():
+    old, rollout = logs(0.5, 0.6, 0.05, 0.9, 0.2, 0.4), logs(0.5, 0.2, 0.5, 0.1, 0.4, 0.1)
+    mask = torch.tensor([True, True, True, False, True, True])
+    rows = rows_of(old, rollout, mask, samples=[0, 0, 1, 1, 1, 2])
+    # the prompt row of sample 1 came from the cache, that of sample 2 is of a file without classes
+    classes = [RowClass.PREFILLED, RowClass.DECODED, RowClass.DECODED, RowClass.CACHED]
+    classes += [RowClass.PREFILLED_AGAIN, UNKNOWN_CLASS]
+    rows = replace(rows, row_classes=torch.tensor(classes))
+    sums = class_sums(rows)
+    assert all(is_group_sum(name) for name in sums)
+    got = group_metrics(values(sums))
+    tokens = {k.partition("_rows_")[2]: v for k, v in got.items() if k.startswith("loss_tokens")}
+    assert tokens == {"prefilled": 1, "decoded": 2, "prefilled_again": 1, "cached": 2}
+    assert got["log_prob_gap_mean_rows_prefilled"] == 0
+    assert got["log_prob_gap_mean_rows_decoded"] == pytest.approx((math.log(3) + math.log(10)) / 2)
+    assert got["log_prob_gap_k1_rows_decoded"] == pytest.approx((math.log(10) - math.log(3)) / 2)
+    assert got["log_prob_gap_k1_rows_prefilled_again"] == pytest.approx(math.log(2))
+    # of sample 1, in which a row came from the cache, both tokens
+    assert got["log_prob_gap_k1_rows_cached"] == pytest.approx((math.log(10) + math.log(2)) / 2)
+    assert got["log_prob_gap_k3_rows_cached"] == pytest.approx((0.1 + 0.5 - 2 + math.log(20)) / 2)
+    assert class_sums(replace(rows, row_classes=None)) == {}
+    assert not any(map(is_group_sum, ("loss_rows_decoded", "loss_tokens_rows_other")))
+
+
+def test_a_prompt_from_the_cache_counts_on_the_rank_that_does_not_hold_it():
+    """Context parallelism: one rank holds the prompt's rows, another the tokens that they precede."""
+    held = []
+
+    def over_ranks(found, operation):
+        assert operation == "max"
+        held.append(found)
+        return torch.maximum(found, torch.tensor([1.0, 0.0], dtype=found.dtype))
+
+    old, rollout = logs(0.5, 0.6), logs(0.25, 0.6)
+    rows = rows_of(old, rollout, torch.tensor([True, True]), samples=[0, 1])
+    decoded = torch.full((2,), int(RowClass.DECODED))
+    rows = replace(rows, row_classes=decoded, over_ranks=over_ranks)
+    got = group_metrics(values(class_sums(rows)))
+    assert held[0].tolist() == [0, 0]
+    assert got["loss_tokens_rows_cached"] == 1
+    assert got["log_prob_gap_mean_rows_cached"] == pytest.approx(math.log(2))

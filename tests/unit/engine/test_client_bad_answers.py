@@ -73,7 +73,7 @@ async def test_a_body_that_ends_early_is_a_bad_answer_with_both_lengths():
     fake, told = Fake(cut), []
     options = dict(max_bad_answers=2, on_bad_answer=lambda: told.append(1))
     async with client_of(fake, **options) as client:
-        with pytest.raises(AnswerCutShort, match="sample 0: .*ended after 20 bytes, expected 2"):
+        with pytest.raises(AnswerCutShort, match="sample 0: .*ended after 20 bytes, expected 3"):
             await one(client)
     assert len(fake.bodies) == len(told) == 2
 

@@ -118,6 +118,9 @@ LIES = {
     "a count in text": ({"prompt_tokens": "3"}, None, "prompt_tokens is '3', expected 3"),
     "a count below 0": ({"prompt_tokens": -3}, None, "prompt_tokens is -3, expected 3"),
     "retractions below 0": ({"num_retractions": -1}, None, "num_retractions is -1"),
+    "cached tokens below 0": ({"cached_tokens": -1}, None, "cached_tokens is -1, expected 0 to 2"),
+    "more cached than sent": ({"cached_tokens": 4}, None, "cached_tokens is 4, expected 0 to 2"),
+    "true cached tokens": ({"cached_tokens": True}, None, "cached_tokens is True, expected 0 to 2"),
     "true retractions": ({"num_retractions": True}, None, "num_retractions is True"),
     "too short": (
         ended({"type": "length", "length": 2}, [9, 11]),

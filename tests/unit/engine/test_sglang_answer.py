@@ -21,6 +21,7 @@ GOOD = {
         "prompt_tokens": 3,
         "completion_tokens": 2,
         "num_retractions": 0,
+        "cached_tokens": 2,
         "finish_reason": {"type": "length", "length": 2},
         "output_token_logprobs": [[-0.5, 9, None], [-1.5, 11, None]],
         "weight_versions": [
@@ -97,6 +98,14 @@ SPAN = {"version": "4", "start": 0, "end": 2}
         (("meta_info", "weight_versions"), [SPAN | {"start": 1}], "do not cover 2"),
         (("meta_info", "num_retractions"), KeyError, "num_retractions is None, expected a count"),
         (("meta_info", "num_retractions"), -1, "num_retractions is -1, expected a count"),
+        (
+            ("meta_info", "cached_tokens"),
+            KeyError,
+            "cached_tokens is None, expected 0 to 2 of the 3 tokens that were sent",
+        ),
+        (("meta_info", "cached_tokens"), -1, "cached_tokens is -1, expected 0 to 2"),
+        # the last token is always computed: its row gives the first log-prob
+        (("meta_info", "cached_tokens"), 3, "cached_tokens is 3, expected 0 to 2"),
         (("meta_info", "routed_experts"), KeyError, "carries no routed_experts"),
         (
             ("meta_info", "routed_experts"),

@@ -95,6 +95,7 @@ class ServerWithoutAModel:
                 "finish_reason": reason,
                 "output_token_logprobs": [[-0.5, 9, None]] * left,
                 "num_retractions": 0,
+                "cached_tokens": 0,
                 "weight_versions": [{"version": str(version), "start": 0, "end": left}],
                 "routed_experts": base64.b64encode(experts.tobytes()).decode(),
             },

@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 from r3train.layout.bins import assign_microbatches, pack_bins
 from r3train.layout.microbatch import build_microbatch, row_versions, slice_microbatch
 from r3train.layout.rows import cp_rows, pack_layout, sp_rows, take_routes, take_rows
-from r3train.types import Prompt, RankTopology, RolloutSample, RouteShape, TrainSample
+from r3train.types import (
+    Prompt,
+    RankTopology,
+    RolloutSample,
+    RouteShape,
+    RowClass,
+    TrainSample,
+)
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=0, max_size=8)
 SIZES = st.integers(1, 4)
@@ -279,3 +286,39 @@ def test_a_sample_in_the_loss_without_its_sampling_mask_is_refused_by_name(chang
         build_microbatch(0, [bad], sampling_mask=True, **place)
     with pytest.raises(ValueError, match="sample 5 .* was sampled within a sampling mask"):
         build_microbatch(0, [good], **place)
+
+
+@settings(max_examples=60)
+@given(
+    lengths=st.lists(st.integers(2, 40), min_size=1, max_size=6),
+    cp=SIZES,
+    tp=SIZES,
+    seed=st.integers(0, 99),
+)
+def test_a_row_keeps_its_class_on_whichever_rank_it_lies(lengths, cp, tp, seed):
+    samples = [sample_of(i, n) for i, n in enumerate(lengths)]
+    rng = np.random.default_rng(seed)
+    classes = {i: rng.integers(0, 5, n).astype(np.uint8) for i, n in enumerate(lengths)}
+    samples = [
+        replace(s, sample=replace(s.sample, row_classes=classes[s.sample.sample_id]))
+        for s in samples
+    ]
+    shape = RouteShape(num_layers=3, topk=2, num_experts=8)
+    batch = build_microbatch(0, samples, cp_size=cp, tp_size=tp, route_shape=shape)
+    found = {}
+    for rank in range(cp):
+        place = RankTopology(
+            tp_size=tp, cp_rank=rank, cp_size=cp, sequence_parallel=tp > 1, world_size=cp * tp
+        )
+        share = slice_microbatch(batch, place)
+        real = share.token_uids >= 0
+        found |= zip(share.token_uids[real].tolist(), share.row_classes[real].tolist())
+        assert (share.row_classes[~real] == RowClass.FILLED).all()
+    expected = {
+        (i << 24) + t: int(row_class)
+        for i, of_sample in classes.items()
+        for t, row_class in enumerate(of_sample)
+    }
+    assert found == expected
+    without = build_microbatch(0, samples, cp_size=cp, tp_size=tp, route_shape=None)
+    assert without.row_classes is None and slice_microbatch(without, place).row_classes is None

@@ -38,6 +38,7 @@ def sample(sample_id: int, prompt: Prompt, response: int, routes: bool = True) -
         weight_versions=rng.integers(-1, 4, n).astype(np.int32),
         finish_reason="stop",
         text=f"säge {sample_id}",
+        row_classes=rng.integers(0, 5, n).astype(np.uint8) if routes else None,
         mask_counts=kept if routes else None,
         mask_ids=rng.integers(0, 99, kept.sum()).astype(np.int32) if routes else None,
     )

@@ -6,16 +6,25 @@ The trainer's own choice fills such a row as it fills that of a last token, so e
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import sys
 from dataclasses import replace
 from datetime import timedelta
 
+import msgspec
 import numpy as np
 import pytest
 import torch.distributed as dist
 from tests import whole_samples
 from tests.unit.hf_model import facts
-from tests.unit.simulated_engine import ROUTES, SimulatedEngine, prompt_for, rollout_section
+from tests.unit.simulated_engine import (
+    PROMPT_LEN,
+    prompt_for,
+    rollout_section,
+    ROUTES,
+    SimulatedEngine,
+)
 
 from r3train.config import RunConfig
 from r3train.engine.backend import SamplingParams
@@ -185,3 +194,48 @@ def test_a_row_that_a_server_computed_and_left_out_fails(
     assert audit.claims["applied"] != "failed"
     found = audit.findings[0]
     assert found.what == "rows_left_out"
+
+
+def spoiled(expected, **counts):
+    """The expectation of a rollout whose classes are counted otherwise."""
+    by_class = {**expected.rows_by_class, **counts}
+    return msgspec.structs.replace(expected, rows_by_class=by_class)
+
+
+@pytest.mark.parametrize(
+    "counts, what",
+    [
+        ({"decoded": {0: 8}}, {"rows_of_classes"}),
+        ({"cached": {-1: 1}}, {"rows_of_classes"}),
+        ({"filled": {-1: 2}}, {"rows_of_class_filled"}),
+    ],
+)
+def test_classes_that_do_not_add_up_to_the_rows_that_were_replayed_fail(
+    one_rank, tmp_path, monkeypatch, counts, what
+):
+    played = play(Hiding())
+    verdict, audit = proved(tmp_path / "right", played)
+    assert verdict.passed and audit.verdict == "passed"
+    # three turns: the prompt, two times an answer's last token with the environment's two, and answers but their last
+    line = json.loads((tmp_path / "right" / "evidence" / "steps.jsonl").read_text())
+    assert line["rows_by_class"] == {
+        **{"decoded": {"0": 9}, "prefilled": {"0": PROMPT_LEN + 6}},
+        **{"prefilled_again": {}, "cached": {}, "filled": {"-1": 1}},
+    }
+    real = prove_step
+
+    def lying(writer, calls, expected, *args, **more):
+        return real(writer, calls, spoiled(expected, **counts), *args, **more)
+
+    monkeypatch.setattr(sys.modules[__name__], "prove_step", lying)
+    verdict, audit = proved(tmp_path / "wrong", played)
+    assert {f.what for f in verdict.failures} == what
+    assert audit.verdict == "failed" and audit.claims["covered"] == "failed"
+    # and where only the file was changed
+    path = tmp_path / "right" / "evidence" / "steps.jsonl"
+    line["rows_by_class"].update(
+        {k: {str(v): n for v, n in of.items()} for k, of in counts.items()}
+    )
+    path.write_text(json.dumps(line) + "\n")
+    audit = audit_run(tmp_path / "right")
+    assert {f.what for f in audit.findings} == what and audit.claims["covered"] == "failed"

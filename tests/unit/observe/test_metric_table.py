@@ -60,7 +60,7 @@ ALGORITHMS = [
 @pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
 def test_every_number_of_a_loss_has_a_row(name, settings):
     algorithm = AlgorithmSection.model_construct(**AlgorithmSection().__dict__ | settings)
-    sums, maxima = metric_names(get_policy_loss(name), algorithm, num_ages=2)
+    sums, maxima = metric_names(get_policy_loss(name), algorithm, num_ages=2, replayed=True)
     helpers = {"num_tokens", "sequences", "seq_chi2", "seq_ppl_actor", "seq_ppl_rollout"}
     helpers |= {"is_ratio", "is_ratio_square"}
     report = {n: 1.0 for n in (*sums, *maxima) if n not in helpers}
@@ -76,6 +76,8 @@ def test_every_number_of_a_loss_has_a_row(name, settings):
         ("rollout/staleness_3", "rollout/staleness_N"),
         ("rollout/staleness_max", "rollout/staleness_max"),
         ("train/log_prob_gap_k1_age_0", "train/NAME_age_N"),
+        ("train/log_prob_gap_k1_rows_prefilled_again", "train/NAME_rows_CLASS"),
+        ("rows/prefilled_again", "rows/prefilled_again"),
         ("r3/drift_gate_mass_layer_2", "r3/drift_NAME_layer_N"),
         ("r3/drift_left", "r3/drift_NAME"),
         ("eval/gsm8k/pass_at_4", "eval/NAME/pass_at_N"),

@@ -347,3 +347,30 @@ def test_watch_writes_the_page_again_with_each_step_until_it_is_stopped(tmp_path
     assert [len(page.lines("Reward")["run"]) for page in seen] == [4, 4, 5]
     assert all("location.reload()" in page.text for page in seen)
     assert "location.reload()" not in Page(run / "report.html").text
+
+
+def test_rows_are_drawn_by_class_one_upon_another_and_the_gap_of_each_class(tmp_path):
+    for name in "ab":
+        with MetricsWriter(tmp_path / name, tensorboard=False) as metrics:
+            for step in range(3):
+                values = {"rows/decoded": 60, "rows/prefilled": 30, "rows/prefilled_again": 0}
+                values |= {"rows/cached": 0 if step else 5, "rows/filled": 10}
+                values |= {"train/log_prob_gap_mean_rows_decoded": 0.1}
+                metrics.write(step, values)
+    page = page_of(tmp_path / "a")
+    rows = page.lines("Rows by class")
+    assert {name: [y for _, y in points] for name, points in rows.items()} == {
+        "decoded": [60 / 105, 0.6, 0.6],
+        "prefilled": [30 / 105, 0.3, 0.3],
+        "cached": [5 / 105, 0.0, 0.0],
+        "filled": [10 / 105, 0.1, 0.1],
+    }
+    figure = page.figures["Rows by class"]
+    assert {trace["stackgroup"] for trace in figure["data"]} == {"parts"}
+    assert figure["layout"]["showlegend"] and figure["layout"]["yaxis"]["range"][1] >= 1
+    plotly.graph_objects.Figure(figure)
+    assert page.lines("Log-prob gap by class of row") == {"decoded": [(0, 0.1), (1, 0.1), (2, 0.1)]}
+    # of several runs each has its own, for the colours are those of the parts
+    both = page_of(tmp_path / "a", tmp_path / "b", args=("--png", tmp_path / "png"))
+    assert {"Rows by class: a", "Rows by class: b"} <= both.figures.keys()
+    assert (tmp_path / "png" / "rows_by_class_b.png").stat().st_size > 5000

@@ -55,6 +55,7 @@ def answer_to(body: dict, **meta: object) -> dict:
             "finish_reason": {"type": "stop", "matched": 9},
             "output_token_logprobs": [[-0.5, 8, None], [-0.5, 9, None]],
             "num_retractions": 0,
+            "cached_tokens": 0,
             "weight_versions": [{"version": "0", "start": 0, "end": 2}],
             "routed_experts": encode_routed_experts(rows),
             **meta,
