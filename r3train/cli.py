@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import shutil
 import textwrap
+from pathlib import Path
 
 import click
 from click.shell_completion import CompletionItem
@@ -32,7 +33,7 @@ SUBCOMMANDS = {
     ),
     "explain": (
         "r3train.cli:explain",
-        "Say all about one setting: a flag or a key.",
+        "Say all about one setting, or what a run's log-prob gap is made of.",
     ),
     "docs": (
         "r3train.cli:docs",
@@ -140,10 +141,29 @@ def recipes() -> None:
         click.echo(f"{name:28s}{recipe_line(name)}")
 
 
+def _is_run(name: str) -> bool:
+    """True for a directory, unless its name is a bare word, which may be that of a setting, and it is no run."""
+    path = Path(name)
+    return path.is_dir() and (len(path.parts) > 1 or (path / "metrics.jsonl").exists())
+
+
 @click.command(context_settings={"ignore_unknown_options": True})
 @click.argument("name", shell_complete=_settings)
 def explain(name: str) -> None:
-    """Say all about the setting NAME: --tis-clip, tis_clip and algorithm.tis_clip are the same one."""
+    """Say all about the setting NAME: --tis-clip, tis_clip and algorithm.tis_clip are the same one.
+
+    Of a run directory, say what its log-prob gap is made of: which part dominates, since when, and which settings
+    act on it.
+    """
+    if _is_run(name):
+        from r3train.report.explain_run import explain_run
+
+        try:
+            lines = explain_run(Path(name))
+        except ValueError as error:
+            raise click.UsageError(str(error)) from None
+        click.echo("\n".join(lines))
+        return
     from r3train.config.help_text import explained, find_setting
     from r3train.config.options import usage_errors
 

@@ -197,7 +197,9 @@ def age_sums(
 
 def _gaps(rows: LossRows, d: Tensor) -> dict[str, Tensor]:
     """Make the values of each row that are summed by age and class, from its d: float[n] by name."""
-    values = (rows.mask.float(), d.abs(), -d, k3_kl(-d, torch.zeros_like(d)))
+    # of rounding k3 is the square, which float32 would lose
+    wide = d.double()
+    values = (rows.mask.float(), d.abs(), -d, k3_kl(-wide, torch.zeros_like(wide)))
     return dict(zip(_OF_CLASSES, values, strict=True))
 
 
@@ -276,7 +278,8 @@ def log_prob_gap_sums(
     gap = (actor - rollout).abs()
     return {
         "log_prob_gap_abs": gap.sum(),
-        "log_prob_gap_k3": k3_kl(rollout, actor).sum(),
+        # of rounding it is the square, which float32 would lose
+        "log_prob_gap_k3": k3_kl(rollout.double(), actor.double()).sum(),
         "log_prob_gap_far": (gap > TWICE_AS_LIKELY).sum(),
         # a rank may hold no row at all, and an empty tensor has no maximum
         "log_prob_gap_max": gap.amax() if gap.numel() else gap.sum(),

@@ -6,6 +6,8 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from r3train.chat.custody import custody_of_samples
 from r3train.config import RunConfig
 from r3train.config.hf_facts import HfModelFacts
@@ -17,7 +19,7 @@ from r3train.proof.verdicts import FAILED, PASSED
 from r3train.proof.judge import StepVerdict
 from r3train.proof.live import prove_step
 from r3train.proof.custody_verdict import CustodyRecord
-from r3train.proof.recheck_verdict import compare_rollout, RecheckRecord
+from r3train.proof.recheck_verdict import compare_rollout, log_probs_twice, RecheckRecord
 from r3train.proof.writer import EvidenceWriter
 from r3train.types import is_checked
 
@@ -43,6 +45,8 @@ class StepProof:
 
     def __post_init__(self) -> None:
         self._start: int | None = None  # the first rollout that was asked about
+        # rank 0: log-probs of the last judged step's rechecked tokens, as delivered and computed again
+        self.log_probs_twice: tuple[np.ndarray, np.ndarray] | None = None
 
     def is_due(self, rollout_id: int) -> bool:
         """Tell whether the rollout's replay is proved; the first of a start always is.
@@ -94,17 +98,24 @@ class StepProof:
     ) -> tuple[list[RecheckRecord] | None, int]:
         """Rank 0: compare samples with what their servers rechecked; (records, missed)."""
         rechecked = source.rechecked() if source is not None else None
+        self.log_probs_twice = None
         if prepared is None or rechecked is None:
             return None, 0
+        samples = [s.sample for s in prepared.samples]
+        # a prefill has the log-probs of the whole vocabulary, at temperature 1
+        log_probs = (
+            self.config.rollout.rollout_temperature == 1
+            and not self.config.rollout.replays_sampling_mask
+        )
+        if log_probs:
+            self.log_probs_twice = log_probs_twice(rechecked, samples)
         records = compare_rollout(
             rollout_id,
             rechecked,
-            [s.sample for s in prepared.samples],
+            samples,
             self.routes.read,
             self.hf.moe_layer_numbers,
-            # a prefill has the log-probs of the whole vocabulary, at temperature 1
-            log_probs=self.config.rollout.rollout_temperature == 1
-            and not self.config.rollout.replays_sampling_mask,
+            log_probs=log_probs,
         )
         # a prompt that was computed under other weights than its answer is not compared
         return records, rechecked.missed + len(rechecked.parts) - len(records)

@@ -123,6 +123,12 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("train/NAME_age_N", "", "the metric NAME over tokens whose weights were N rollouts old; loss_tokens_age_N counts them"),
         Metric("train/NAME_rows_CLASS", "", "the metric NAME over tokens that a row of this class predicted; of cached, over samples with rows from the cache; loss_tokens_rows_CLASS counts them"),
     ),
+    "Budget of the log-prob gap (docs/gap.md)": (
+        Metric("gap/PART_k1", "nats", "what PART adds to train/log_prob_gap_k1: server, kernels, routing, cache, sampling, staleness or rest"),
+        Metric("gap/PART_k3", "nats", "what PART adds to train/log_prob_gap_k3"),
+        Metric("gap/PART_mean", "nats", "mean size of the differences that PART makes; of staleness and rest, what is left of train/log_prob_gap_mean"),
+        Metric("gap/PART_p999", "nats", "99.9th percentile of the differences that server, kernels or cache make"),
+    ),
     "R3: replay and its proof": (
         Metric("r3/passed", "", "the step's verdict, true or false; absent when the check is off"),
         Metric("r3/unchecked", "", "true where --r3-check-interval leaves the step out; absent otherwise"),

@@ -13,7 +13,7 @@ percentile of what was measured.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -163,18 +163,39 @@ def compare_rollout(
 ) -> list[RecheckRecord]:
     """Compare all that was rechecked of a rollout; ``read`` gives a sample its routes."""
     noise = measured_noise(rechecked.noise, moe_layers)
+    return [
+        compare(step, read(sample), again, noise.get(again.server), moe_layers, log_probs=log_probs)
+        for sample, again in _comparable(rechecked, samples)
+    ]
+
+
+def _comparable(
+    rechecked: RecheckedRollout, samples: Iterable[RolloutSample]
+) -> Iterator[tuple[RolloutSample, Rechecked]]:
+    """Yield what was rechecked with its sample, as far as the two can be compared."""
     of_id = {sample.sample_id: sample for sample in samples}
-    records = []
     for again in rechecked.parts:
         if _was_given_up(of_id.get(again.sample_id), again):
             continue
-        sample = read(of_id[again.sample_id])
+        sample = of_id[again.sample_id]
         assert np.array_equal(sample.token_ids[: len(again.token_ids)], again.token_ids)
         # of a request that waited for an update the prompt was computed under the newer version
         if again.part != "prompt" or _first_version(sample) == again.weight_version:
-            own = noise.get(again.server)
-            records.append(compare(step, sample, again, own, moe_layers, log_probs=log_probs))
-    return records
+            yield sample, again
+
+
+def log_probs_twice(
+    rechecked: RecheckedRollout, samples: Iterable[RolloutSample]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Gather the log-probs of a rollout's rechecked tokens, as delivered and as computed again: float32[N] each."""
+    delivered, computed = [], []
+    for sample, again in _comparable(rechecked, samples):
+        own = _of_part(sample, again)
+        first, end = again.first_row + 1, len(again.token_ids)
+        delivered.append(sample.rollout_log_probs[first:end][own])
+        computed.append(again.log_probs[own])
+    none = [np.zeros(0, np.float32)]
+    return np.concatenate(delivered or none), np.concatenate(computed or none)
 
 
 def _was_given_up(sample: RolloutSample | None, again: Rechecked) -> bool:
@@ -251,5 +272,11 @@ def _log_probs_off(sample: RolloutSample, again: Rechecked) -> np.ndarray:
     """
     first, end = again.first_row + 1, len(again.token_ids)
     off = np.abs(again.log_probs.astype(np.float64) - sample.rollout_log_probs[first:end])
+    return np.where(_of_part(sample, again), off, np.nan)
+
+
+def _of_part(sample: RolloutSample, again: Rechecked) -> np.ndarray:
+    """bool[T-1-first_row]: log-probs of tokens that the model generated in this part."""
+    first, end = again.first_row + 1, len(again.token_ids)
     of_part = sample.weight_versions[first:end] == again.weight_version
-    return np.where(of_part & (np.arange(first, end) >= sample.prompt_len), off, np.nan)
+    return of_part & (np.arange(first, end) >= sample.prompt_len)

@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from r3train.algo.gap_budget import PARTS
 from r3train.config.files import read_toml
 from r3train.config.sources import SET_NAME
 from r3train.data.json_lines import read_lines
@@ -232,6 +233,19 @@ class RunReport(RunCurves):
         busy = sum(seconds.values())
         total = sum(value for step, value in self.series(STEP_S) if step in seconds)
         return {"rollout": busy, "idle": max(0.0, total - busy)}
+
+
+def budget_of(run: RunCurves, uses_r3: bool | None = None) -> dict[str, dict[int, float]]:
+    """The k3 of each part of a run's log-prob gap, by step; of parts with a number.
+
+    With R3, which takes it out of the gap, ``routing`` is left out.
+    """
+    if isinstance(run, RunReport):
+        uses_r3 = run.uses_r3
+    found = {part: dict(run.series(f"gap/{part}_k3")) for part in PARTS}
+    return {
+        part: of for part, of in found.items() if of and (part != "routing" or uses_r3 is False)
+    }
 
 
 def load_run(path: Path, name: str) -> RunReport:

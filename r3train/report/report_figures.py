@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
+from r3train.algo.gap_budget import PARTS
 from r3train.observe.metric_table import row_of
 from r3train.report.report_data import (
+    budget_of,
     columns_of,
     HeatMap,
     REWARD,
@@ -25,6 +27,7 @@ from r3train.proof.verdicts import FAILED, NO_EVIDENCE, PASSED
 
 # Run colours, which read on a light and on a dark page; told apart by colour-blind readers too.
 PALETTE = ("#2386c8", "#dd6a1b", "#0f9d76", "#c56a9f", "#a3821a", "#7c83e0")
+_PARTS_PALETTE = (*PALETTE, "#8a8f98")  # the last part is what is left
 VERDICT_COLOURS = {PASSED: "#34b48c", NO_EVIDENCE: "#b9a68a", FAILED: "#d03a3a"}
 _HEAT_SCALE = [[0, "rgba(15,157,118,0.06)"], [0.5, "rgba(15,157,118,0.3)"], [1, "rgb(15,157,118)"]]
 _MAX_POINTS = 1000
@@ -106,7 +109,9 @@ class Line:
     @property
     def colour(self) -> str:
         """Colour of its run, or of its part."""
-        return PALETTE[(self.run if self.part is None else self.part) % len(PALETTE)]
+        if self.part is not None:
+            return _PARTS_PALETTE[self.part % len(_PARTS_PALETTE)]
+        return PALETTE[self.run % len(PALETTE)]
 
 
 @dataclass(frozen=True)
@@ -129,8 +134,8 @@ class Chart:
 def charts(runs: Sequence[RunReport]) -> list[Chart]:
     """Every line chart for which one run has a number at least, or one that cannot be drawn."""
     reward, *others = (chart(title, runs) for title in CHARTS)
-    by_class = [c for i in range(len(runs)) for c in _row_classes(i, runs)]
-    out = [*_evaluations(runs), reward, _pass_at(runs), *others, _coverage(runs), *by_class]
+    parts = [c for i in range(len(runs)) for c in (_budget(i, runs), *_row_classes(i, runs))]
+    out = [*_evaluations(runs), reward, _pass_at(runs), *others, _coverage(runs), *parts]
     return [c for c in out if c.missing or any(line.points for line in c.lines)]
 
 
@@ -210,6 +215,20 @@ def _coverage(runs: Sequence[RunReport]) -> Chart:
         lines += [Line(i, run.name, rows), Line(i, f"{run.name}, calls", calls, dashed=True)]
     note = "share of rows replayed as recorded; dashed: router calls made of those expected"
     return Chart("R3 coverage", note, lines)
+
+
+def _budget(place: int, runs: Sequence[RunReport]) -> Chart:
+    """The parts of a run's log-prob gap one upon another, by their k3; a part below 0 counts as 0."""
+    run = runs[place]
+    found = budget_of(run)
+    steps = sorted({step for of in found.values() for step in of})
+    lines = [
+        Line(place, part, [(s, max(of.get(s, 0.0), 0.0)) for s in steps], part=PARTS.index(part))
+        for part, of in found.items()
+    ]
+    title = "Budget of the log-prob gap" + (f": {run.name}" if len(runs) > 1 else "")
+    note = "what each cause adds to k3, the estimate of KL(engine, actor)"
+    return Chart(title, note, lines, about=_about(["gap/server_k3"]), stacked=True)
 
 
 def _row_classes(place: int, runs: Sequence[RunReport]) -> list[Chart]:

@@ -47,7 +47,6 @@ def test_rows_of_a_cached_prefix_are_those_of_the_weights_that_filled_the_cache(
     flush, server, models
 ):
     """Each text is answered under a's weights and, after an update, under b's."""
-    # a tenth of the rows choose the same experts under both: the two cannot be confused
     a, b = (Reference(path) for path in models)
 
     async def ask(prompt: int, sample_id: int, version: int) -> RolloutSample:

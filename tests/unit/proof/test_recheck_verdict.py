@@ -17,6 +17,7 @@ from r3train.proof.recheck_verdict import (
     compare_rollout,
     judge_recheck,
     limit,
+    log_probs_twice,
     measured_noise,
     Noise,
     recheck_failures,
@@ -435,3 +436,18 @@ def test_steps_without_a_comparison_are_no_fault_and_no_claim_is_made_without_on
     assert audit.numbers["rechecked"]["parts"] == 1
     none = audit_run(write_run(tmp_path / "none", rechecked=lambda step: []))
     assert none.claims[CLAIM] == "no evidence" and none.verdict == "passed"
+
+
+def test_log_probs_twice_are_those_of_the_parts_own_tokens_as_they_came_and_as_they_were_computed():
+    two = [sample_of(0), sample_of(1, weight_versions=sample_of().weight_versions.copy())]
+    split = PROMPT + 10
+    two[1].weight_versions[PROMPT:split] = 3  # of weights that the server no longer held
+    off = [replace(again, log_probs=again.log_probs + 0.5) for again in map(again_of, two)]
+    again = [off[0], again_of(two[1], split - 2, log_probs=off[1].log_probs[split - 2 :])]
+    found = RecheckedRollout([*again, again_of(two[0], part="prompt", weight_version=9)], 0, [])
+    delivered, computed = log_probs_twice(found, two)
+    own = [two[0].rollout_log_probs[PROMPT:], two[1].rollout_log_probs[split:]]
+    np.testing.assert_array_equal(delivered, np.concatenate(own))
+    np.testing.assert_allclose(computed, delivered + 0.5, rtol=1e-6)
+    nothing = log_probs_twice(RecheckedRollout([], 1, []), two)
+    assert [len(x) for x in nothing] == [0, 0]

@@ -374,3 +374,19 @@ def test_rows_are_drawn_by_class_one_upon_another_and_the_gap_of_each_class(tmp_
     both = page_of(tmp_path / "a", tmp_path / "b", args=("--png", tmp_path / "png"))
     assert {"Rows by class: a", "Rows by class: b"} <= both.figures.keys()
     assert (tmp_path / "png" / "rows_by_class_b.png").stat().st_size > 5000
+
+
+def test_the_parts_of_the_gap_are_drawn_one_upon_another_and_none_below_0(tmp_path):
+    with MetricsWriter(tmp_path / "run", tensorboard=False) as metrics:
+        for step in range(3):
+            parts = {"server": 1e-4, "staleness": 3e-4 * step, "rest": -1e-5, "routing": 9e-3}
+            metrics.write(step, {f"gap/{part}_k3": k3 for part, k3 in parts.items()})
+    page = page_of(tmp_path / "run")
+    figure = page.figures["Budget of the log-prob gap"]
+    drawn = {trace["name"]: trace["y"] for trace in figure["data"]}
+    # R3 has taken the part of routing out of the gap
+    assert drawn == {"server": [1e-4] * 3, "staleness": [0, 3e-4, 6e-4], "rest": [0, 0, 0]}
+    assert {trace["stackgroup"] for trace in figure["data"]} == {"parts"}
+    assert figure["layout"]["yaxis"]["range"][1] >= 7e-4
+    (tmp_path / "run" / "config.toml").write_text("[replay]\nuse_rollout_routing_replay = false\n")
+    assert "routing" in page_of(tmp_path / "run").lines("Budget of the log-prob gap")
