@@ -31,7 +31,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch.distributed as dist
 
-from r3train.algo.gap_budget import gap_budget
 from r3train.config import RunConfig
 from r3train.config.hf_facts import HfModelFacts
 from r3train.host_group import host_barrier, rank_zero_alone
@@ -206,14 +205,7 @@ class AsyncLoop:
         if verdict is not None:
             metrics.update(replay_metrics(verdict))
         if self.rank_zero is not None:
-            metrics.update(
-                gap_budget(
-                    metrics,
-                    # the canaries' readings belong here too, once there are any
-                    rechecked=self._proof.log_probs_twice if checked else None,
-                    replayed=self.config.replay.use_rollout_routing_replay,
-                )
-            )
+            metrics.update(self._proof.gap_metrics(metrics))
         return trained, verdict, metrics
 
     def _hand_over(

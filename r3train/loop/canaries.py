@@ -96,6 +96,7 @@ class Canaries:
         self._noise: CanaryNoise | None = None
         self._first: dict[int, ServerRead] = {}  # at the start, by server
         self._last: dict[int, ServerRead] = {}
+        self._live: dict[int, list[np.ndarray]] = {}  # the actor by its own routers, by server
         self._records: dict[int, list[ServedRecord]] = {}  # by weight version
         self._name = f"r3train-canary-{secrets.token_hex(4)}"
         # servers are paused during an update, and read canaries after it
@@ -290,6 +291,12 @@ class Canaries:
         if failed:
             raise NotServed(f"not served: {failed}", version, metrics)
 
+    @property
+    def last_reads(self) -> list[tuple[ServerRead, list[np.ndarray]]]:
+        """Rank 0: what every server and the actor said last, and the actor by its own routers; [] after a resume."""
+        live = self._live
+        return [(r, live[s][: len(r.actor)]) for s, r in self._last.items() if s in live]
+
     def served(self, version: int) -> Served | None:
         """Rank 0: the verdict on a weight version."""
         return judge_served(self._records.get(version, []))
@@ -316,14 +323,15 @@ class Canaries:
         own, router = {}, {}
         for i in range(broadcast_json(len(groups))):
             rows = [r.whole.rows for r in reads[groups[i][0]]] if groups else []
-            found, counts = self._pass(texts, rows, version)
+            found, live, counts = self._pass(texts, rows, version)
             for server in groups[i] if groups else ():
-                own[server], router[server] = found, counts
+                own[server], router[server], self._live[server] = found, counts, live
         return own, router
 
     def _pass(
         self, texts: Sequence[np.ndarray], rows: Sequence[np.ndarray], version: int
-    ) -> tuple[list[np.ndarray], tuple[int, int]]:
+    ) -> tuple[list[np.ndarray], list[np.ndarray], tuple[int, int]]:
+        """Score the texts with these experts, and by the actor's own routers, for the budget of the gap."""
         mine, microbatches = self.actor.topology, None
         if self.rank_zero is not None:
             samples = [
@@ -340,8 +348,9 @@ class Canaries:
         for call in self.actor.collect_evidence(version):
             counts.add(call)
         self.actor.collect_drift()  # of this pass: no metric
+        live = self.actor.compute_log_probs(slices, None, 1.0, routing="native")
         firsts = np.concatenate([[0], np.cumsum(lengths)])
-        out = torch.zeros(int(firsts[-1]), dtype=torch.float32)
+        out = torch.zeros(2, int(firsts[-1]), dtype=torch.float32)
         if mine.tp_rank == 0:
             for s in slices:
                 if s.microbatch_id not in log_probs:
@@ -350,8 +359,9 @@ class Canaries:
                 text, position = split_uids(s.token_uids[real])
                 inner = position < np.asarray(lengths)[text] - 1
                 at = firsts[text[inner]] + position[inner] + 1
-                found = log_probs[s.microbatch_id].float().cpu()
-                out[torch.from_numpy(at)] = found[torch.from_numpy(real[inner])]
+                for of, own in zip(out, (log_probs, live)):
+                    found = own[s.microbatch_id].float().cpu()
+                    of[torch.from_numpy(at)] = found[torch.from_numpy(real[inner])]
         table = torch.from_numpy(counts.to_table([_PASS]))
         for part in (out, table):
             dist.all_reduce(part, group=host_group())
@@ -359,7 +369,8 @@ class Canaries:
         totals = [cells.counters(cell) for cell in cells.cells]
         compared = sum(of["rows_equal"] + of["rows_overlap"] + of["rows_mismatch"] for of in totals)
         left = compared - sum(of["rows_equal"] for of in totals)
-        return np.split(out.numpy(), firsts[1:-1]), (compared, left)
+        replayed, own = (np.split(of, firsts[1:-1]) for of in out.numpy())
+        return replayed, own, (compared, left)
 
     # -- in a checkpoint -----------------------------------------------------------------------
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from r3train.algo.gap_budget import CanaryLogProbs, gap_budget
 from r3train.chat.custody import custody_of_samples
 from r3train.config import RunConfig
 from r3train.config.hf_facts import HfModelFacts
@@ -20,6 +22,7 @@ from r3train.proof.judge import StepVerdict
 from r3train.proof.live import prove_step
 from r3train.proof.custody_verdict import CustodyRecord
 from r3train.proof.recheck_verdict import compare_rollout, log_probs_twice, RecheckRecord
+from r3train.proof.served_verdict import ServerRead
 from r3train.proof.writer import EvidenceWriter
 from r3train.types import is_checked
 
@@ -46,7 +49,7 @@ class StepProof:
     def __post_init__(self) -> None:
         self._start: int | None = None  # the first rollout that was asked about
         # rank 0: log-probs of the last judged step's rechecked tokens, as delivered and computed again
-        self.log_probs_twice: tuple[np.ndarray, np.ndarray] | None = None
+        self._twice: tuple[np.ndarray, np.ndarray] | None = None
 
     def is_due(self, rollout_id: int) -> bool:
         """Tell whether the rollout's replay is proved; the first of a start always is.
@@ -86,6 +89,14 @@ class StepProof:
             logger.info(verdict.stale_warning)
         return verdict
 
+    def gap_metrics(self, metrics: Mapping[str, Any]) -> dict[str, float]:
+        """Rank 0: split the gap of a step, which has ``metrics``, after ``judge`` if that is due."""
+        rechecked, self._twice = self._twice, None
+        reads = self.canaries.last_reads if self.canaries is not None else []
+        replayed = self.config.replay.use_rollout_routing_replay
+        canaries = canary_log_probs(reads) if reads else None
+        return gap_budget(metrics, rechecked=rechecked, canaries=canaries, replayed=replayed)
+
     def _custody(self, rollout_id: int, prepared: Prepared | None) -> list[CustodyRecord]:
         """Rank 0: what the custody of the step's sessions is judged by."""
         if prepared is None:
@@ -98,7 +109,6 @@ class StepProof:
     ) -> tuple[list[RecheckRecord] | None, int]:
         """Rank 0: compare samples with what their servers rechecked; (records, missed)."""
         rechecked = source.rechecked() if source is not None else None
-        self.log_probs_twice = None
         if prepared is None or rechecked is None:
             return None, 0
         samples = [s.sample for s in prepared.samples]
@@ -108,7 +118,7 @@ class StepProof:
             and not self.config.rollout.replays_sampling_mask
         )
         if log_probs:
-            self.log_probs_twice = log_probs_twice(rechecked, samples)
+            self._twice = log_probs_twice(rechecked, samples)
         records = compare_rollout(
             rollout_id,
             rechecked,
@@ -119,6 +129,21 @@ class StepProof:
         )
         # a prompt that was computed under other weights than its answer is not compared
         return records, rechecked.missed + len(rechecked.parts) - len(records)
+
+
+def canary_log_probs(reads: Sequence[tuple[ServerRead, list[np.ndarray]]]) -> CanaryLogProbs:
+    """Gather the log-probs of canaries as all servers and the actor said them; a text's first token has none.
+
+    reads: each with the actor's by its own routers.
+    """
+    readings = [reading for read, _ in reads for reading in read.readings]
+    return CanaryLogProbs(
+        server=np.concatenate([reading.whole.log_probs[1:] for reading in readings]),
+        actor=np.concatenate([own[1:] for read, _ in reads for own in read.actor]),
+        live=np.concatenate([own[1:] for _, live in reads for own in live]),
+        early=np.concatenate([reading.early.log_probs[1:] for reading in readings]),
+        warm=np.concatenate([reading.warm.log_probs[1:] for reading in readings]),
+    )
 
 
 def replay_metrics(verdict: StepVerdict) -> dict[str, Any]:
