@@ -14,7 +14,9 @@ Rechecks give the first, canaries the next four, and the step's own metrics by a
 pass over the batch.
 
 A part is measured by its k1, k3 and mean |d|.  k1 adds up along the chain.  k3 is half the mean square of a
-small d: it adds up for causes that are independent of each other, and is what shares are made of.  Means of |d| do not add up.
+small d: it adds up for causes that are independent of each other, and is what shares are made of.  Neighbours in the
+chain are not quite: both have the rounding of the reading between them, with opposite signs, and where rounding is all there is
+they add up to more than the gap.  So much is taken off them (``_without_shared``).  Means of |d| do not add up.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from typing import Any
 import numpy as np
 
 PARTS = ("server", "kernels", "routing", "cache", "sampling", "staleness", "rest")
-ADDED = ("k1", "k3", "mean")
+ADDED = ("k1", "k3")
+_READ = (*ADDED, "mean")
 _TOTAL, _AGE = "train/log_prob_gap_", "_age_"
 
 
@@ -70,7 +73,7 @@ def gap_budget(
     canaries: CanaryLogProbs | None = None,
     replayed: bool = True,
 ) -> dict[str, float]:
-    """Split a step's gap: ``gap/PART_k1``, ``_k3``, ``_mean``, and ``_p999`` of what was measured; {} without a gap.
+    """Split a step's gap: ``gap/PART_k1`` and ``_k3``, and ``_mean`` and ``_p999`` of what was read; {} without a gap.
 
     metrics: the step's; rechecked: log-probs as they were delivered and as their servers computed them again,
     float[N] each; replayed: with R3, which takes ``routing`` out of the gap.
@@ -80,33 +83,58 @@ def gap_budget(
     """
     if f"{_TOTAL}k3" not in metrics:
         return {}
-    parts = _measured(metrics, rechecked, canaries)
-    in_gap = [gap for name, gap in parts.items() if name != "routing" or not replayed]
-    base = {stat: sum(gap[stat] for gap in in_gap) for stat in ADDED}
     tokens = {
         int(key.rpartition(_AGE)[2]): count
         for key, count in metrics.items()
-        if key.startswith(f"train/loss_tokens{_AGE}")
+        if key.startswith(f"train/loss_tokens{_AGE}") and count
     }
-    fresh = base
-    if canaries is None and tokens.get(0):
-        fresh = {stat: metrics[f"{_TOTAL}{stat}{_AGE}0"] for stat in ADDED}
+    of_age = {a: {s: metrics[f"{_TOTAL}{s}{_AGE}{a}"] for s in ADDED} for a in tokens}
+    total = {stat: metrics[f"{_TOTAL}{stat}"] for stat in ADDED}
+    youngest = of_age[min(of_age)] if of_age else total
+    parts = _measured(rechecked, canaries)
+    outside = {"routing": parts.pop("routing")} if replayed and "routing" in parts else {}
+    parts = _without_shared(parts, youngest["k3"])
+    if "cache" in parts:  # of the step's tokens only those behind a cached prefix have it
+        cached = metrics.get("train/loss_tokens_rows_cached", 0) / max(
+            metrics["train/num_loss_tokens"], 1
+        )
+        parts["cache"] |= {stat: cached * parts["cache"][stat] for stat in ADDED}
+    base = {stat: sum(gap[stat] for gap in parts.values()) for stat in ADDED}
+    fresh = of_age[0] if canaries is None and 0 in of_age else base
     older = {age: count / sum(tokens.values()) for age, count in tokens.items() if age > 0}
     parts["staleness"] = {
-        stat: sum(
-            share * (metrics[f"{_TOTAL}{stat}{_AGE}{age}"] - fresh[stat])
-            for age, share in older.items()
-        )
+        stat: sum(share * (of_age[age][stat] - fresh[stat]) for age, share in older.items())
         for stat in ADDED
     }
-    parts["rest"] = {
-        stat: metrics[f"{_TOTAL}{stat}"] - base[stat] - parts["staleness"][stat] for stat in ADDED
+    parts["rest"] = {s: total[s] - base[s] - parts["staleness"][s] for s in ADDED}
+    return {
+        f"gap/{name}_{stat}": gap[stat] for name, gap in (parts | outside).items() for stat in gap
     }
-    return {f"gap/{name}_{stat}": gap[stat] for name, gap in parts.items() for stat in gap}
+
+
+def _without_shared(parts: dict[str, Gap], most: float) -> dict[str, Gap]:
+    """Take off the rounding of a server's prefill, which server and kernels both have, and the gap has not.
+
+    The cache's two readings are both of a prefill: half of their k3, as far as the others' can hold it, is that of one.
+    The rest of it shows where server and kernels add up to more than the k3 of the gap at equal weights, ``most``.
+    """
+    parts = {name: dict(gap) for name, gap in parts.items()}
+    both = [parts[name] for name in ("server", "kernels") if name in parts]
+    cache = parts.get("cache")
+    if len(both) == 2:
+        room = min(gap["k3"] for gap in both)
+        shared = 0.0
+        if cache is not None:
+            shared = min(cache["k3"] / 2, room)
+            cache["k3"] -= 2 * shared
+        over = sum(gap["k3"] for gap in both) - 2 * shared - most
+        shared = min(max(shared, shared + over / 2), room)
+        for gap in both:
+            gap["k3"] -= shared
+    return parts
 
 
 def _measured(
-    metrics: Mapping[str, Any],
     rechecked: tuple[np.ndarray, np.ndarray] | None,
     canaries: CanaryLogProbs | None,
 ) -> dict[str, Gap]:
@@ -120,15 +148,11 @@ def _measured(
     if canaries.live is not None:
         parts["routing"] = _less(gap_of(canaries.server, canaries.live), kernels)
     if canaries.early is not None and canaries.warm is not None:
-        # of the step's tokens only those behind a cached prefix have it
-        cached = metrics.get("train/loss_tokens_rows_cached", 0)
-        share = cached / max(metrics["train/num_loss_tokens"], 1)
-        gap = gap_of(canaries.warm, canaries.early)
-        parts["cache"] = {**{stat: share * gap[stat] for stat in ADDED}, "p999": gap["p999"]}
+        parts["cache"] = gap_of(canaries.warm, canaries.early)
     if canaries.drawn is not None and canaries.drawn_actor is not None:
         parts["sampling"] = _less(gap_of(canaries.drawn, canaries.drawn_actor), kernels)
     return parts
 
 
 def _less(gap: Gap, other: Gap) -> Gap:
-    return {stat: gap[stat] - other[stat] for stat in ADDED}
+    return {stat: gap[stat] - other[stat] for stat in _READ}

@@ -125,9 +125,9 @@ METRICS: dict[str, tuple[Metric, ...]] = {
     ),
     "Budget of the log-prob gap (docs/gap.md)": (
         Metric("gap/PART_k1", "nats", "what PART adds to train/log_prob_gap_k1: server, kernels, routing, cache, sampling, staleness or rest"),
-        Metric("gap/PART_k3", "nats", "what PART adds to train/log_prob_gap_k3"),
-        Metric("gap/PART_mean", "nats", "mean size of the differences that PART makes; of staleness and rest, what is left of train/log_prob_gap_mean"),
-        Metric("gap/PART_p999", "nats", "99.9th percentile of the differences that server, kernels or cache make"),
+        Metric("gap/PART_k3", "nats", "what PART adds to train/log_prob_gap_k3, without rounding that another part has too"),
+        Metric("gap/PART_mean", "nats", "mean size of the differences as they were read: all parts but staleness and rest"),
+        Metric("gap/PART_p999", "nats", "their 99.9th percentile: server, kernels and cache"),
     ),
     "R3: replay and its proof": (
         Metric("r3/passed", "", "the step's verdict, true or false; absent when the check is off"),
