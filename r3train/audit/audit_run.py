@@ -168,6 +168,7 @@ class _RunAudit:
         self._sums: Counter[str] = Counter()
         self._rechecked: Counter[str] = Counter()
         self._sessions: Counter[str] = Counter()
+        self._classes: Counter[str] = Counter()  # rows by class
         self._canaries: Counter[str] = Counter()
         self._canary: ServedLine | None = None  # the last one
         self._largest_gap = 0.0  # mean of a server's canaries
@@ -334,6 +335,8 @@ class _RunAudit:
         for layer, values in step.own_choice.items():
             self._own_choice.setdefault(layer, Counter()).update(values)
         self._add_rechecked(step)
+        for label, of_versions in (line.rows_by_class or {}).items():
+            self._classes[label] += sum(of_versions.values())
         self._sessions.update(
             sessions=len(step.sessions),
             tokens=sum(session.num_tokens for session in step.sessions),
@@ -445,6 +448,7 @@ class _RunAudit:
                 "ranks": len(self._ranks),
                 "rows_of_sampling_mask": self._masks,
                 "rechecked": dict(self._rechecked),
+                **({"rows_by_class": dict(self._classes)} if self._classes else {}),
                 **({"custody": dict(self._sessions)} if CUSTODY in audit.claims else {}),
                 **({"served": self._served_numbers()} if self._canary is not None else {}),
                 **self._sums,

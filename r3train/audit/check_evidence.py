@@ -137,6 +137,9 @@ def claim_facts(audit: Audit) -> dict[str, str]:
         "agreement": "",
         RECHECK: "no sample was rechecked by its server",
     }
+    if by_class := {label: rows for label, rows in n.get("rows_by_class", {}).items() if rows}:
+        named = ", ".join(f"{rows:,} {label.replace('_', ' ')}" for label, rows in by_class.items())
+        facts["covered"] += f"; rows of the rollouts: {named}"
     if CUSTODY in audit.claims:
         of = n["custody"]
         facts[CUSTODY] = (

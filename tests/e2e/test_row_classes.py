@@ -64,6 +64,8 @@ def test_rows_of_a_cached_prefix_are_those_of_the_weights_that_filled_the_cache(
         prefilled = {"decoded": RESPONSE - 1, "prefilled": PROMPT, "filled": 1}
         cached = {"decoded": RESPONSE - 1, "prefilled": 1, "cached": PROMPT - 1, "filled": 1}
         assert counts(first) == prefilled and counts(again) == cached
+        of_first = a(again.token_ids[:PROMPT])[1]
+        assert all(same_sets(again.routed_experts[: PROMPT - 1], of_first))
         publisher = DistributedPublisher(control, bucket_bytes=1 << 20, flush_cache=flush)
         publisher.publish(checkpoint_tensors(models[1]).items(), version=1)
         publisher.close()

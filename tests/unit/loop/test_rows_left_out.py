@@ -34,6 +34,7 @@ from r3train.generation.environment_loop import EnvironmentLoop
 from r3train.host_group import join_ranks, leave_ranks
 from r3train.loop.prepare import data_rank_of_samples, prepare, record_samples
 from r3train.audit.audit_run import audit_run
+from r3train.audit.check_evidence import claim_facts
 from r3train.proof.live import prove_step
 from r3train.proof.writer import EvidenceWriter
 from r3train.types import RankTopology, ReplayEvidence, TrainSample
@@ -216,6 +217,9 @@ def test_classes_that_do_not_add_up_to_the_rows_that_were_replayed_fail(
     played = play(Hiding())
     verdict, audit = proved(tmp_path / "right", played)
     assert verdict.passed and audit.verdict == "passed"
+    shown = claim_facts(audit)["covered"]
+    rows = f"9 decoded, {PROMPT_LEN + 6} prefilled, 1 filled"
+    assert shown.endswith(f"; rows of the rollouts: {rows}")
     # three turns: the prompt, two times an answer's last token with the environment's two, and answers but their last
     line = json.loads((tmp_path / "right" / "evidence" / "steps.jsonl").read_text())
     assert line["rows_by_class"] == {
