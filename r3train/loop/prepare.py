@@ -23,11 +23,19 @@ from r3train.config.algorithm_settings import AlgorithmSection
 from r3train.config.hf_facts import HfModelFacts
 from r3train.layout.bins import assign_microbatches, pack_bins
 from r3train.layout.microbatch import build_microbatch, row_versions, rows_never_computed
-from r3train.layout.provenance import count_rows
+from r3train.layout.provenance import classes_of_tokens, count_rows
 from r3train.loop.recorded import Recorded, decoded_sampling_mask, decoded_rows
 from r3train.proof.judge import Place, StepExpectation, expected_calls
 from r3train.routing.layers import recomputed_moe_layers
-from r3train.types import MicroBatch, RankTopology, RolloutSample, RouteShape, Scored, TrainSample
+from r3train.types import (
+    MicroBatch,
+    RankTopology,
+    RolloutSample,
+    RouteShape,
+    RowClass,
+    Scored,
+    TrainSample,
+)
 
 # samples of one optimizer step: [data-parallel rank][microbatch][sample]
 StepSamples = Sequence[Sequence[Sequence[TrainSample]]]
@@ -245,6 +253,18 @@ def recorded_sampling_mask(
     return recorded
 
 
+def _counted_versions(sample: RolloutSample, versions: np.ndarray, config: RunConfig) -> np.ndarray:
+    """The versions of a sample's rows in the counts by class, int32[T]; versions: as evidence has them.
+
+    Without a flush only cached rows are of nobody knows which weights; an update in_place may come between
+    two chunks of a prefill.
+    """
+    if config.rollout.fresh_prefixes or config.rollout.pause_generation_mode == "in_place":
+        return versions
+    cached = classes_of_tokens(sample) == RowClass.CACHED
+    return np.where(cached, versions, row_versions(sample))
+
+
 def step_expectation(
     rollout_id: int,
     samples: Sequence[TrainSample],
@@ -278,7 +298,10 @@ def step_expectation(
         rows_never_computed=sum(rows_never_computed(s.sample) for s in samples),
         expected_rows_current=_rows_current(rollout_id, versions, config, passes),
         expected_masks_current=masks_current,
-        rows_by_class=count_rows([s.sample for s in samples], versions),
+        rows_by_class=count_rows(
+            [s.sample for s in samples],
+            [_counted_versions(s.sample, own, config) for s, own in zip(samples, versions)],
+        ),
         keep_score_ratio=config.replay.r3_keep_score_ratio,
         expected_calls=expected_calls(
             passes=passes,

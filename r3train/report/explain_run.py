@@ -37,7 +37,8 @@ _ABOUT = {
     ),
     "rest": (
         "what no part explains",
-        "--r3-audit-share, which measures more tokens of the server's own part",
+        "--pause-generation-mode abort (a resumed sample keeps rows of older weights),"
+        " --no-flush-cache-on-update (so does a cached prefix); --r3-audit-share measures more tokens",
     ),
 }
 

@@ -16,9 +16,11 @@ from r3train.loop.prepare import (
     data_rank_of_samples,
     prepare,
     record_samples,
+    step_expectation,
     train_samples,
 )
-from r3train.types import RankTopology, RouteShape, TrainSample
+from r3train.loop.recorded import Recorded
+from r3train.types import RankTopology, RouteShape, RowClass, TrainSample
 
 HF = facts(moe_layer_numbers=(1, 2))
 LENGTHS = (3, 5, 4, 6)
@@ -182,3 +184,35 @@ def test_a_rollout_whose_turns_are_not_whole_episodes_is_refused():
     turns = [sample(i, trajectory_id=0, is_last_step=False) for i in range(2)]
     with pytest.raises(ValueError, match="sample 1 is the last of the batch and no last step"):
         train_samples([[(turn, 1.0) for turn in turns]], AlgorithmSection(), 8)
+
+
+@pytest.mark.parametrize(
+    "settings, prompt",
+    [
+        ({}, {"cached": {4: 2}, "prefilled": {4: 1}}),
+        # of a cache that no update empties only the rows that the server computed are known
+        ({"flush_cache_on_update": False}, {"cached": {-1: 2}, "prefilled": {4: 1}}),
+        (
+            {"pause_generation_mode": "in_place", "max_weight_staleness": 1},
+            {"cached": {-1: 2}, "prefilled": {-1: 1}},
+        ),
+    ],
+)
+def test_rows_are_counted_under_the_weights_that_are_known_to_have_computed_them(settings, prompt):
+    one = trained((6,))[0]
+    versions = np.array([-1, -1, -1, -1, 4, 4], np.int32)
+    classes = [RowClass.CACHED] * 2 + [RowClass.PREFILLED] * 2 + [RowClass.DECODED, RowClass.FILLED]
+    given = replace(one.sample, weight_versions=versions, row_classes=np.array(classes, np.uint8))
+    made = config(
+        **{"use_rollout_routing_replay": True, "enable_r3_correctness_check": True, **settings},
+    )
+    expected = step_expectation(
+        *(4, [replace(one, sample=given)], [], 1, made, HF, [RankTopology()], ("train",)),
+        Recorded(1, HF.moe_layer_numbers),
+    )
+    # the row before a sampled token is of its weights whatever the cache was
+    of_prompt = {**prompt["prefilled"], 4: prompt["prefilled"].get(4, 0) + 1}
+    assert expected.rows_by_class == {
+        **{"decoded": {4: 1}, "prefilled": of_prompt, "prefilled_again": {}},
+        **{"cached": prompt["cached"], "filled": {-1: 1}},
+    }
