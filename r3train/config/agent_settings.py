@@ -54,7 +54,8 @@ class AgentSection(Section):
     agent_max_calls: int = Field(default=64, ge=1, le=4096)
     """Most calls of the model in a session."""
     agent_max_sessions: int | None = Field(default=None, ge=1)
-    """Most sessions at once; unset: rollout_max_concurrency.  A session is in flight only while a call of it is."""
+    """Most sessions of rollouts at once, and as many of an evaluation; unset: rollout_max_concurrency.  A session is in
+    flight only while a call of it is."""
     agent_max_parallel: int = Field(default=8, ge=1)
     """Most requests of one session that are answered at once; more wait."""
     agent_timeout_s: float = Field(default=3600.0, gt=0)

@@ -196,6 +196,11 @@ class RunConfig(Section):
         return self.eval.eval_max_concurrency or max(1, self.rollout.max_concurrency // 2)
 
     @property
+    def max_sessions(self) -> int:
+        """agent_max_sessions with its default resolved."""
+        return self.agent.agent_max_sessions or self.rollout.max_concurrency
+
+    @property
     def samples_per_episode(self) -> int:
         """Sample ids that one episode may need."""
         if self.agent.named is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from r3train.types import Prompt, RolloutSample
 Row = dict[str, Any]
 # an episode's samples and its own reward, None if it gave none
 Answer = tuple[list[RolloutSample], float | None]
-# makes what an answer enters for as long as its requests are in flight
+# makes what is entered for as long as something is under way
 Room = Callable[[], AbstractAsyncContextManager[Any]]
 
 
@@ -53,17 +53,19 @@ async def evaluate(
     version: int | None,
     room: Room,
     on_answer: Callable[[], None] = lambda: None,
+    episodes: Room = nullcontext,
 ) -> list[Row]:
     """Return the rows of a set in order of prompt and sample, all answered by one weight version.
 
     version: the one that every token must carry; None: any, the same for all.  room: entered for
-    each answer, it bounds the requests in flight.  on_answer: called after each answer.
+    each call of an episode, it bounds the requests in flight.  on_answer: called after each episode.
+    episodes: entered for each, it bounds how many are under way.
     Raises the first error, and ValueError where versions differ.
     """
 
     async def answer(place: int, number: int) -> Answer:
-        async with room():
-            samples, own = await _answer(asked, backend, version, place, number)
+        async with episodes():
+            samples, own = await _answer(asked, backend, version, room, place, number)
         on_answer()
         return samples, own
 
@@ -96,7 +98,12 @@ async def evaluate(
 
 
 async def _answer(
-    asked: EvalSet, backend: RolloutBackend, version: int | None, place: int, number: int
+    asked: EvalSet,
+    backend: RolloutBackend,
+    version: int | None,
+    room: Room,
+    place: int,
+    number: int,
 ) -> tuple[list[RolloutSample], float | None]:
     """Play one episode; returns its samples and its own reward, None if it gave none."""
     prompt = asked.prompts[place]
@@ -106,6 +113,12 @@ async def _answer(
 
     async def generate(
         resume_from: RolloutSample | None = None, turn_limit: int | None = None
+    ) -> RolloutSample:
+        async with room():
+            return await in_segments(resume_from, turn_limit)
+
+    async def in_segments(
+        resume_from: RolloutSample | None, turn_limit: int | None
     ) -> RolloutSample:
         sample = resume_from or stitch.begin(prompt, sample_id=sample_id, group_id=group_id)
         sample = replace(sample, group_id=group_id)  # of one that the episode has begun

@@ -30,12 +30,17 @@ class EvaluationRunner:
         """The tasks of the evaluation that was not taken yet."""
         return list(self._tasks.values())
 
-    def begin(self, sets: Sequence[EvalSet], most: int) -> None:
-        """Begin to evaluate the version that the servers hold, with at most ``most`` requests in flight."""
+    def begin(self, sets: Sequence[EvalSet], most: int, episodes: int) -> None:
+        """Begin to evaluate the version that the servers hold, with at most ``most`` requests in flight.
+
+        episodes: the most that are under way at once.
+        """
         assert not self._tasks, "the evaluation before was not taken"
-        room = partial(self._slot, asyncio.Semaphore(most))
+        room, begun = partial(self._slot, asyncio.Semaphore(most)), asyncio.Semaphore(episodes)
         for asked in sets:
-            task = self._shared.loop.create_task(self._evaluate(asked, self._shared.version, room))
+            task = self._shared.loop.create_task(
+                self._evaluate(asked, self._shared.version, room, lambda: begun)
+            )
             task.add_done_callback(lambda _: self._shared.changed())
             self._tasks[asked.name] = task
 
@@ -52,13 +57,15 @@ class EvaluationRunner:
             for name, found in zip(tasks, outcomes)
         }
 
-    async def _evaluate(self, asked: EvalSet, version: int, room: Room) -> list[Row]:
+    async def _evaluate(
+        self, asked: EvalSet, version: int, room: Room, episodes: Room
+    ) -> list[Row]:
         await self._shared.until(lambda: self._shared.backend is not None)
-        return await evaluate(asked, self._shared.backend, version, room)
+        return await evaluate(asked, self._shared.backend, version, room, episodes=episodes)
 
     @contextlib.asynccontextmanager
     async def _slot(self, share: asyncio.Semaphore) -> AsyncIterator[None]:
-        """Hold a slot for an answer, as many at once as the evaluation's ``share`` has."""
+        """Hold a slot for a call, as many at once as the evaluation's ``share`` has."""
         async with share:
             await self._slots.wait_for_evaluation_slot()
             with self._slots.evaluating():

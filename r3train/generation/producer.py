@@ -64,7 +64,7 @@ class Producer:
     ``make_backend`` is called once, in the loop.  ``prompt_for(g)`` gives the prompt of group g.
     ``check_alive`` raises when an engine process has ended.  ``on_outcome`` is called with the
     outcome of each prompt.  ``state`` is an earlier run's ``snapshot``.  ``audit_share`` is the share of
-    the samples that the servers recheck (see ``rechecked``).  ``eval_slots`` bounds the answers of an
+    the samples that the servers recheck (see ``rechecked``).  ``eval_slots`` bounds the calls of an
     evaluation while rollouts are left to generate.  Rollouts run from ``start_rollout`` (also the first
     weight version) up to, not including, ``num_rollout``.
 
@@ -289,7 +289,8 @@ class Producer:
 
     async def _begin_evaluation(self, sets: Sequence[EvalSet]) -> None:
         over = self._scheduler.is_over
-        self._evaluation.begin(sets, self.rollout.max_concurrency if over else self.eval_slots)
+        most = self.rollout.max_concurrency if over else self.eval_slots
+        self._evaluation.begin(sets, most, self.episodes.most or most)
 
     async def _set_version(self, version: int) -> None:
         shared = self._shared

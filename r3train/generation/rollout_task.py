@@ -50,8 +50,8 @@ class Episodes:
 
     make: makes one rollout's ``Episode``; without it a rollout is one answer.  decode: gives the text of
     response tokens.  keep_decoded: samples keep the decoded rows of each answer, for the evidence.
-    samples: sample ids that an episode may take.  most: episodes at once, which then hold a slot during their
-    calls only; None: an episode begins with a slot.  stats: counts of the episodes so far.  close: ends what they
+    samples: sample ids that an episode may take.  most: episodes at once, and as many of an evaluation, which then hold a slot
+    during their calls only; None: an episode begins with a slot.  stats: counts of the episodes so far.  close: ends what they
     share, after the last of them.
     """
 

@@ -1,7 +1,6 @@
-"""Slots: how many calls of rollouts and answers of an evaluation may be under way together.
+"""Slots: how many calls of rollouts and of an evaluation may be under way together.
 
-A rollout takes its slot before the first call's request and gives it back at the end of the call's answer; an
-answer of an evaluation keeps its slot for its whole episode.
+A call takes its slot before its first request and gives it back at the end of its answer.
 """
 
 from __future__ import annotations
@@ -14,14 +13,14 @@ from r3train.generation.shared import Shared
 
 
 class Slots:
-    """The slots in flight.  Resumed rollouts and answers of an evaluation come before new rollouts."""
+    """The slots in flight.  Resumed rollouts and calls of an evaluation come before new rollouts."""
 
     def __init__(self, rollout: RolloutSection, shared: Shared) -> None:
         self._most = rollout.max_concurrency
         self._half = max(1, rollout.most_in_flight // 2)
         self._shared = shared
         self._evaluating = 0  # slots taken by an evaluation, apart from those of rollouts
-        self._waiting = 0  # resumed rollouts and answers of an evaluation that wait for a slot
+        self._waiting = 0  # resumed rollouts and calls of an evaluation that wait for a slot
         # retracted rollouts that keep their slot and wait for others to end
         self._short_of_memory = 0
 
@@ -58,7 +57,7 @@ class Slots:
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Hold a slot, which is free, for an answer of an evaluation."""
+        """Hold a slot, which is free, for a call of an evaluation."""
         self._evaluating += 1
         try:
             yield

@@ -474,9 +474,8 @@ class Engines(RolloutFleet):
     def _episodes(self) -> Episodes:
         job, shared = self.job, {}
         if self._agents is not None:
-            most = job.config.agent.agent_max_sessions or job.config.rollout.max_concurrency
             shared = {
-                "most": most,
+                "most": job.config.max_sessions,
                 "stats": self._agents.stats,
                 "close": self._agents.door.stop,
             }

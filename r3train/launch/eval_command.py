@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from r3train.config import RunConfig
 from r3train.config.options import parse_train_flags, usage_errors
 from r3train.engine.backend import EngineError
 from r3train.generation.eval_sets import EvalSet, Row, evaluate
@@ -84,7 +85,7 @@ def evaluate_job(job: Job, run_dir: Path) -> int:
         metrics = parts.enter_context(MetricsWriter(run_dir, config.run.tensorboard))
         for asked in engines.eval_sets():
             try:
-                rows = _rows(engines, asked, config.rollout.max_concurrency, display)
+                rows = _rows(engines, asked, config, display)
             except (EngineError, ValueError) as error:
                 display.note(f"{asked.name} was not evaluated: {error}", style="red")
                 code = 1
@@ -108,14 +109,15 @@ def with_defaults(checkpoint: Path, flags: tuple[str, ...]) -> list[str]:
     return [*before, *words, "--hf-checkpoint", str(checkpoint), *_OVERRIDDEN]
 
 
-def _rows(engines: Engines, asked: EvalSet, places: int, display: RunDisplay) -> list[Row]:
+def _rows(engines: Engines, asked: EvalSet, config: RunConfig, display: RunDisplay) -> list[Row]:
     total, done = len(asked.prompts) * asked.num_samples, 0
 
     async def run() -> list[Row]:
         client = engines.make_client()
         try:
-            room = asyncio.Semaphore(places)
-            return await evaluate(asked, client, None, lambda: room, on_answer)
+            room = asyncio.Semaphore(config.rollout.max_concurrency)
+            begun = asyncio.Semaphore(config.max_sessions)
+            return await evaluate(asked, client, None, lambda: room, on_answer, lambda: begun)
         finally:
             await engines.end_sessions()
             await client.aclose()

@@ -66,6 +66,7 @@ def producer_of(engine, agent, *, most=4, audit_share=0.0, on_failure="error", *
     settings = replace(play.settings, max_context_len=2000, max_calls=CALLS)
 
     async def run(access, prompt):
+        access.prompt = prompt
         return await agent(access)
 
     agents = Agents(
