@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tests.e2e.tool_calculator import TEMPLATE
 
+from r3train.agents.http import Access
 from r3train.chat.base import Parsed
 from r3train.config import RunConfig
+from r3train.config.agent_settings import AgentSection
 from r3train.config.cross_checks import check_longest_chain
 from r3train.config.hf_facts import read_hf_facts
 from r3train.config.sources import ConfigError
 from r3train.data.tokenizer import load_tokenizer
-from r3train.launch.agents import rehearse
+from r3train.launch.agents import _runner, rehearse
 from r3train.launch.estimate import longest_sample
 from r3train.loop.step_metrics import agent_metrics
 from r3train.observe.metric_table import row_of
+from r3train.types import Prompt
 from r3train.verify.tiny import build, TinyOptions
 
 
@@ -34,6 +40,13 @@ async def agent(task) -> None: ...
 
 
 def not_async(task) -> None: ...
+
+
+MAY_END = threading.Event()
+
+
+async def blocks(task) -> float:
+    return float(MAY_END.wait(20))
 
 
 def parse(text, tools) -> Parsed:
@@ -61,6 +74,16 @@ def test_three_turns_of_an_agent_are_rehearsed_and_shown(model):
     assert line.endswith("history append, arguments as a table")
     (line,) = rehearsed(model, agent_tool_call_parser=f"{HERE}:parse", agent_history="template")
     assert "history template" in line
+
+
+async def test_a_function_that_blocks_holds_up_no_loop_but_that_of_the_agents():
+    """It is told to go on by the loop that asked it."""
+    run = _runner(AgentSection(agent=f"{HERE}:blocks"), Path("none"))
+    prompt = Prompt("p", 0, "", np.zeros(1, np.int32), None)
+    working = asyncio.ensure_future(run(Access("http://x/v1", "k"), prompt))
+    await asyncio.sleep(0.1)
+    MAY_END.set()
+    assert await working == 1.0
 
 
 WITHOUT_TOOLS = TEMPLATE.replace(
