@@ -15,10 +15,12 @@ from openai import AsyncOpenAI
 from r3train.chat.base import AgentTask, Parsed
 
 TURNS = 3
-# Of the sessions of a run the first so many make its first step.  Later ones go on after their first turn when the
-# file that this variable names has a line: when the first weight update has passed.
+# Of the sessions of a start the first so many make its first step.  Later ones (of ``every_other`` each second one) go
+# on after their first turn when the file that this variable names has a line, such as that of a first weight update.
 OF_FIRST_STEP = 16
 WAITS_FOR = "SCRIPTED_AGENT_WAITS_FOR"
+# Most tokens of a turn's answer, if not 6: updates and faults come in the middle of long ones.
+TOKENS = "SCRIPTED_AGENT_TOKENS"
 _numbers = itertools.count()
 TOOLS = [{"type": "function", "function": {"name": "make", "parameters": {}}}]
 
@@ -31,27 +33,27 @@ def first_word_is_a_call(text: str, tools: Sequence[dict[str, Any]]) -> Parsed:
     return Parsed(text, None, ({"name": "make", "arguments": json.dumps({"a": words[0]})},))
 
 
-async def run(task: AgentTask) -> float:
+async def run(task: AgentTask, step: int = 1) -> float:
     """Reward: the share of answers' words that are the first one's, so that it varies."""
     client = AsyncOpenAI(base_url=task.base_url, api_key=task.key, max_retries=0)
     messages: list[dict[str, Any]] = [{"role": "user", "content": task.prompt}]
     words: list[str] = []
-    number = next(_numbers)
+    number, most = next(_numbers), int(os.environ.get(TOKENS, 6))
     for _ in range(TURNS):
         answer = await client.chat.completions.create(
-            model="r3", messages=messages, tools=TOOLS, max_tokens=6, temperature=0.2
+            model="r3", messages=messages, tools=TOOLS, max_tokens=most, temperature=0.2
         )
         message = answer.choices[0].message
         words += (message.content or "").split()
         messages.append(message.model_dump(exclude_none=True))
-        while number >= OF_FIRST_STEP and not _has_line(Path(os.environ[WAITS_FOR])):
+        waits = number >= OF_FIRST_STEP and number % step == 0
+        while waits and not _has_line(Path(os.environ[WAITS_FOR])):
             await asyncio.sleep(0.1)
         for call in message.tool_calls or ():
             said = json.loads(call.function.arguments)["a"]
             messages.append({"role": "tool", "tool_call_id": call.id, "content": said})
         if not message.tool_calls:
             messages.append({"role": "user", "content": "please name some fruits"})
-    await client.close()  # one that garbage collection closes may take another session's connection with it
     return words.count(words[0]) / len(words) if words else 0.0
 
 
@@ -59,9 +61,9 @@ def _has_line(file: Path) -> bool:
     return file.exists() and b"\n" in file.read_bytes()
 
 
-async def branching(task: AgentTask) -> float:
+async def branching(task: AgentTask, step: int = 1) -> float:
     """As ``run``; then two requests at once behind the first answer, and a history that was rewritten."""
-    reward = await run(task)
+    reward = await run(task, step)
     client = AsyncOpenAI(base_url=task.base_url, api_key=task.key, max_retries=0)
 
     async def ask(*messages: dict[str, Any]) -> dict[str, Any]:
@@ -74,5 +76,9 @@ async def branching(task: AgentTask) -> float:
         *(ask(first, answer, {"role": "user", "content": word}) for word in ("red", "fruits"))
     )
     await ask({"role": "user", "content": "name"})
-    await client.close()
     return reward
+
+
+async def every_other(task: AgentTask) -> float:
+    """As ``branching``; each second session alone waits."""
+    return await branching(task, 2)
