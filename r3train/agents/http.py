@@ -65,6 +65,7 @@ class _Call:
         if not self.settled:
             self.settled = True
             self.task.result()[2](delivered)
+            self.clients.clear()  # each holds its body: the whole history, once a call
 
 
 @dataclass(eq=False, slots=True)

@@ -1,12 +1,14 @@
 """The door, asked by the unmodified openai client and by raw sockets."""
 
 import asyncio
+import gc
 import gzip
 
 import aiohttp
 import openai
 import orjson
 import pytest
+from aiohttp import web
 
 from r3train.agents.http import Door
 from r3train.chat.base import ChatRefused
@@ -378,3 +380,13 @@ async def test_a_port_that_is_taken_is_refused_in_one_line():
         port = int(access.base_url.rsplit(":", 1)[1].removesuffix("/v1"))
         with pytest.raises(ValueError, match=f"--agent-port {port}: cannot listen there"):
             await Door(port=port).start()
+
+
+async def test_a_body_is_not_kept_beyond_its_answer():
+    async with opened(Script()) as (_, access):
+        client = _client(access)
+        for _ in range(5):
+            await _ask(client)
+        gc.collect()
+        kept = [o for o in gc.get_objects() if isinstance(o, web.Request)]
+        assert len(kept) <= 1, "the last one of the connection"
