@@ -78,8 +78,8 @@ class Chain:
 class Call:
     """One complete answer: tokens start..end of its chain, behind ``at`` messages.
 
-    ended: its last token is one at which the model stops.  delivered: None until it is known whether the agent
-    got it.
+    follows: tokens before it that follow its parent's answer; all of the request without a parent.  ended: its
+    last token is one at which the model stops.  delivered: None until it is known whether the agent got it.
     """
 
     number: int
@@ -89,6 +89,7 @@ class Call:
     answer: Message
     start: int
     end: int
+    follows: int
     ended: bool
     entry: custody.Entry
     finish_reason: str
@@ -104,6 +105,7 @@ class _Place:
     prefix: bytes  # digest of tools and messages
     chain: Chain
     sample: RolloutSample
+    follows: int
     is_new: bool
 
 
@@ -184,10 +186,12 @@ class Session:
         parent, at = self._parent(request.messages, prefixes)
         try:
             made = None if parent is None else self._continued(request, parent, at)
-            chain, sample, is_new = made or self._root(request)
+            chain, sample, follows, is_new = made or self._root(request)
         except ValueError as error:
             raise ChatRefused(400, "invalid_request_error", str(error)) from None
-        place = _Place(request, parent if made else None, prefixes[-1], chain, sample, is_new)
+        place = _Place(
+            request, parent if made else None, prefixes[-1], chain, sample, follows, is_new
+        )
         self._room(place)
         if is_new:
             self.chains.append(chain)
@@ -205,17 +209,17 @@ class Session:
                     return call, at
         return None, 0
 
-    def _root(self, request: ChatRequest) -> tuple[Chain, RolloutSample, bool]:
+    def _root(self, request: ChatRequest) -> tuple[Chain, RolloutSample, int, bool]:
         ids = self.settings.template.whole(request.messages, request.tools)
         prompt = replace(self.prompt, token_ids=np.asarray(ids, dtype=np.int32))
         sample = stitch.begin(prompt, sample_id=self._free_id(), group_id=NO_GROUP)
         # the row of the data, as rewards and files know it
         sample = replace(sample, prompt=self.prompt)
-        return Chain(sample, "root", len(ids)), sample, True
+        return Chain(sample, "root", len(ids)), sample, len(ids), True
 
     def _continued(
         self, request: ChatRequest, parent: Call, at: int
-    ) -> tuple[Chain, RolloutSample, bool] | None:
+    ) -> tuple[Chain, RolloutSample, int, bool] | None:
         """Go on behind a call, on its chain or on a fork of it; None where only a root can (--agent-history template)."""
         chain, template = parent.chain, self.settings.template
         last = int(chain.sample.token_ids[parent.end - 1])
@@ -232,9 +236,9 @@ class Session:
         # a stop token that the template would not write: the chain keeps and trains it, the fork has it not
         end = parent.end - (parent.ended and not keeps_last)
         if chain.tip is parent and not chain.busy and end == parent.end:
-            return chain, stitch.observe(chain.sample, tokens), False
+            return chain, stitch.observe(chain.sample, tokens), len(tokens), False
         sample = stitch.forked(chain.sample, end, tokens, sample_id=self._free_id())
-        return Chain(sample, "fork", chain.first_prompt), sample, True
+        return Chain(sample, "fork", chain.first_prompt), sample, len(tokens), True
 
     def _behind_in_whole(self, request: ChatRequest, parent: Call) -> tuple[list[int], bool] | None:
         """Tokens behind a call in the rendering of the whole request, if that begins with the call's text."""
@@ -325,6 +329,7 @@ class Session:
             answer=answer,
             start=start,
             end=sample.num_tokens,
+            follows=place.follows,
             ended=sample.finish_reason == "stop",
             entry=custody.entry(sample, start),
             finish_reason=sample.finish_reason,
@@ -341,7 +346,8 @@ class Session:
         """The session's samples, in the order of their last calls; the text of each is its last call's.
 
         Answers that nobody took are left out: they can only be the last of their chains.  Raises AssertionError
-        where a token that was sampled and delivered is not trained exactly once.
+        where a token that was sampled and delivered is not trained exactly once, and where a request does not
+        begin with what it goes on from.
         """
         made = []
         for chain in self.chains:
@@ -360,6 +366,7 @@ class Session:
         if samples:
             samples[-1] = replace(samples[-1], is_last_step=True, custody=tuple(ledger))
         wrong = list(custody.problems(custody.custody_of(self.sample_id, samples, ledger)))
+        wrong += filter(None, map(_misplaced, self.calls))
         assert not wrong, f"custody of session {self.sample_id}: {'; '.join(wrong)}"
         return samples
 
@@ -377,6 +384,23 @@ class Session:
 
 # the finish reason of a sample that was cut at a stop text, while its session lives
 _AT_STOP_TEXT = "stop text"
+
+
+def _misplaced(call: Call) -> str | None:
+    """Tell how a call's request begins otherwise than its parent's tokens; None where it does not.
+
+    The parent's last token may be left out: it ended the answer, and the template ends answers otherwise.
+    """
+    parent, kept = call.parent, call.start - call.follows
+    if parent is None:
+        return None
+    ours, theirs = (of.chain.sample.token_ids[:kept] for of in (call, parent))
+    if parent.end - parent.ended <= kept <= parent.end and np.array_equal(ours, theirs):
+        return None
+    return (
+        f"sample {call.chain.sample.sample_id} has another beginning than the {parent.end} tokens of the answer"
+        f" that its request of {call.start} goes on from"
+    )
 
 
 def _finish(reason: str) -> Any:

@@ -51,6 +51,9 @@ def mutation_rows(v: Verification) -> list[list[str]]:
         if m.phase is not None:
             must_fail = f"{m.phase} {PHASE_NAMES[m.phase]}"
             factor = "exact" if math.isinf(m.factor) else f"{m.factor:.1g}x"
+        if m.fails:
+            must_fail, factor = m.fails, "exact"
+            caught_by = m.fails if m.ok else ""
         if m.detail.startswith("refused"):
             caught_by = "an error"
         rows.append([m.name, m.topology, m.status, must_fail, factor, caught_by])
@@ -172,6 +175,9 @@ float64), and at most 1e-5 forward, 1e-6 loss, 1e-4 gradients, 1e-3 deltas. *rou
 share of the batch's routes that any rank is sent. A planted bug must miss the threshold of the phase
 it names by ten times. The learning rule's settings are held in whole jobs, and their bugs planted there:
 `tests/oracle/test_algorithm.py`; LoRA by `pytest -m '' tests/oracle/test_lora.py`, see [adapters.md](adapters.md).
+
+Bugs of topology *session* are planted in the session of an agent, whose model is arithmetic: custody or the claim
+*recheck* must say them ([r3.md](../r3.md)).
 
     r3train verify --topology tp2ep2 --topology cp2     # these
     r3train verify --from RUN --ci                      # with a rollout that a run of yours dumped
