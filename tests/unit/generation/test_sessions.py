@@ -215,6 +215,7 @@ def test_a_cancelled_call_leaves_no_chain_and_its_chain_is_free():
 
 def test_a_request_that_is_refused_changes_nothing():
     play = Play(max_context_len=60)
+    play.engine.most = 3
     first = [user("go")]
     answer = asyncio.run(play.ask(first))
     before = copy.deepcopy(play.session.chains[0].sample.token_ids), len(play.session.chains)
@@ -225,6 +226,8 @@ def test_a_request_that_is_refused_changes_nothing():
         assert "maximum context length is 60 tokens" in str(refused.value)
     np.testing.assert_array_equal(play.session.chains[0].sample.token_ids, before[0])
     assert len(play.session.chains) == before[1] and len(play.engine.asked) == 1
+    asyncio.run(play.ask([*first, answer, user("x")]))
+    assert [chain.begins for chain in play.session.chains] == ["root"], "its chain is free"
 
 
 def test_a_chain_has_the_longest_response_behind_its_first_prompt():

@@ -12,14 +12,17 @@ import pytest
 from tests.e2e.tool_calculator import TEMPLATE
 
 from r3train.agents.http import Access
-from r3train.chat.base import Parsed
+from r3train.chat.base import ChatRequest, Parsed
 from r3train.config import RunConfig
 from r3train.config.agent_settings import AgentSection
 from r3train.config.cross_checks import check_longest_chain
 from r3train.config.hf_facts import read_hf_facts
 from r3train.config.sources import ConfigError
 from r3train.data.tokenizer import load_tokenizer
-from r3train.launch.agents import _runner, rehearse
+from r3train.engine.backend import Segment
+from r3train.generation import stitch
+from r3train.generation.sessions import Session
+from r3train.launch.agents import _runner, rehearse, session_settings
 from r3train.launch.estimate import longest_sample
 from r3train.loop.step_metrics import agent_metrics
 from r3train.observe.metric_table import row_of
@@ -53,6 +56,12 @@ def parse(text, tools) -> Parsed:
     return Parsed(text)
 
 
+def after_the_mark(text, tools) -> Parsed:
+    before, mark, after = text.partition("<|tool_call|>")
+    call = {"name": "make", "arguments": json.dumps({"a": after.strip()})}
+    return Parsed(before, None, (call,) if mark else ())
+
+
 HERE = "tests.unit.launch.test_agents"
 
 
@@ -84,6 +93,38 @@ async def test_a_function_that_blocks_holds_up_no_loop_but_that_of_the_agents():
     await asyncio.sleep(0.1)
     MAY_END.set()
     assert await working == 1.0
+
+
+async def test_a_parser_sees_special_tokens_and_not_the_one_that_ends_the_answer(model):
+    config = RunConfig.from_toml(
+        "configs/tiny_cpu.toml",
+        {
+            **{"apply_chat_template": True, "hf_checkpoint": str(model), "agent": "m:f"},
+            "agent_tool_call_parser": f"{HERE}:after_the_mark",
+        },
+    )
+    tokenizer = load_tokenizer(model)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|tool_call|>", "<|eot|>"]})
+    own = tokenizer.encode("red <|tool_call|> blue <|eot|>", add_special_tokens=False)
+
+    async def generate(sample, limit):
+        zeros = np.zeros(len(own))
+        return stitch.extend(
+            sample,
+            Segment(
+                *(np.array(own, np.int32), zeros.astype(np.float32), zeros.astype(np.int32)),
+                *(None, 0, "stop"),
+            ),
+        )
+
+    prompt = Prompt("p", 0, "", np.zeros(1, np.int32), None)
+    settings = session_settings(config, read_hf_facts(model), tokenizer)
+    session = Session(settings, generate, prompt, 0, fail=pytest.fail)
+    tools = ({"type": "function", "function": {"name": "make", "parameters": {}}},)
+    answer, _ = await session.answer(ChatRequest([{"role": "user", "content": "red"}], b"", tools))
+    [call] = answer.message["tool_calls"]
+    assert call["function"] == {"name": "make", "arguments": '{"a": "blue"}'}
+    assert answer.message["content"].strip() == "red"
 
 
 WITHOUT_TOOLS = TEMPLATE.replace(
