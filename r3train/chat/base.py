@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -86,3 +86,5 @@ class Parsed:
 
 # (text with special tokens but without the stop token, the request's tools) -> what it holds
 Parse = Callable[[str, Sequence[dict[str, Any]]], Parsed]
+# the same for an event loop
+Read = Callable[[str, Sequence[dict[str, Any]]], Awaitable[Parsed]]

@@ -106,7 +106,7 @@ def _calls(name: str, tokenizer: Any) -> Parse:
     if name == "none":
         return lambda text, tools: Parsed(text)
     if ":" in name:
-        return partial(_users, name, find_user_code(_CALLS_FLAG, name, {}))
+        return users_parse(name)
     from sglang.srt.entrypoints.openai.protocol import Tool
     from sglang.srt.function_call.function_call_parser import FunctionCallParser
 
@@ -131,7 +131,13 @@ def _calls(name: str, tokenizer: Any) -> Parse:
 
 def _is_call(call: dict[str, Any]) -> bool:
     """True for a name with a JSON object of arguments, as every client reads it: no NaN, no half of a pair."""
+    call["name"].encode()
     return bool(call["name"]) and isinstance(orjson.loads(call["arguments"]), dict)
+
+
+def users_parse(name: str) -> Parse:
+    """Return the user's parser of calls, a module:function; raises ValueError where there is none."""
+    return partial(_users, name, find_user_code(_CALLS_FLAG, name, {}))
 
 
 def _users(name: str, function: Any, text: str, tools: Sequence[dict[str, Any]]) -> Parsed:

@@ -52,7 +52,8 @@ class Agents:
     """All that the sessions of a run share.
 
     door: their chat endpoint.  run: lets the agent work on a prompt, and returns its reward, None if it gives none;
-    raises AgentFailed.  name: of the agent in errors.  record: told of each session that has ended.
+    raises AgentFailed.  name: of the agent in errors.  record: told of each session that has ended.  close: ends
+    what reads the answers, after the last of them.
     """
 
     settings: AgentSection
@@ -61,6 +62,7 @@ class Agents:
     run: Callable[[Any, Prompt], Awaitable[Any]]
     name: str
     record: Callable[[Mapping[str, Any]], None] = lambda facts: None
+    close: Callable[[], None] = lambda: None
     totals: Counter[str] = field(default_factory=Counter)
     longest_s: float = 0.0
 

@@ -25,7 +25,7 @@ from typing import Any, Literal
 import numpy as np
 
 from r3train.chat import custody
-from r3train.chat.base import ChatAnswer, ChatRefused, ChatRequest, Message, Parse
+from r3train.chat.base import ChatAnswer, ChatRefused, ChatRequest, Message, Parsed, Read
 from r3train.chat.messages import message_key
 from r3train.data.templates import SessionTemplate
 from r3train.engine.backend import SamplingParams
@@ -44,13 +44,13 @@ Delivered = Callable[[bool], None]
 class SessionSettings:
     """All that the sessions of a run have in common.
 
-    decode: the text of tokens, with special ones.  history: append, or template, which continues a chain only
+    read: gives what an answer's text holds.  decode: the text of tokens, with special ones.  history: append, or template, which continues a chain only
     where the rendering of the whole request begins with the chain's text.  max_calls: also the sample ids that a
     session may take.
     """
 
     template: SessionTemplate
-    parse: Parse
+    read: Read
     decode: Callable[[Sequence[int]], str]
     sampling: SamplingParams
     max_context_len: int
@@ -148,7 +148,8 @@ class Session:
         try:
             before = place.sample.num_tokens
             sample, text = await self._sampled(place)
-            call, answer = self._complete(place, sample, text)
+            parsed = await self.settings.read(text, place.request.tools)
+            call, answer = self._complete(place, sample, parsed)
         except ChatRefused:
             raise
         except Exception as error:  # of servers, or the user's parser: the run ends with it
@@ -304,9 +305,10 @@ class Session:
         self.counts["cut_tokens"] += len(own) - count
         return replace(stitch.cut(sample, start + count), finish_reason=_AT_STOP_TEXT)
 
-    def _complete(self, place: _Place, sample: RolloutSample, text: str) -> tuple[Call, Message]:
-        """Take an answer into its chain; nothing changes if its text cannot be read."""
-        parsed = self.settings.parse(text, place.request.tools)
+    def _complete(
+        self, place: _Place, sample: RolloutSample, parsed: Parsed
+    ) -> tuple[Call, Message]:
+        """Take an answer into its chain."""
         answer: Message = {"role": "assistant", "content": parsed.content or None}
         if not parsed.calls:
             answer["content"] = parsed.content

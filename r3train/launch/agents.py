@@ -16,7 +16,7 @@ import numpy as np
 
 from r3train.agents.command import run_command
 from r3train.agents.http import Access, Door
-from r3train.chat.base import AgentFailed, AgentTask, ChatRefused, ChatRequest, Parsed
+from r3train.chat.base import AgentFailed, AgentTask, ChatRefused, ChatRequest, Parsed, Read
 from r3train.config import RunConfig
 from r3train.config.agent_settings import AgentSection
 from r3train.config.cross_checks import context_len
@@ -24,7 +24,7 @@ from r3train.config.hf_facts import HfModelFacts
 from r3train.data.json_lines import append_lines
 from r3train.data.templates import ChatTemplate, SessionTemplate
 from r3train.engine.backend import SamplingParams, Segment
-from r3train.engine.parsers import make_parse
+from r3train.engine.parser_process import Parser
 from r3train.generation import stitch
 from r3train.generation.agent_episode import Agents
 from r3train.generation.environment_loop import EnvironmentLoop
@@ -45,16 +45,23 @@ def get_agent(name: str) -> Callable[[AgentTask], Awaitable[Any]]:
     return found
 
 
-def session_settings(config: RunConfig, hf: HfModelFacts, tokenizer: Any) -> SessionSettings:
+def make_parser(config: RunConfig, tokenizer: Any) -> Parser:
+    """Make what reads the answers' texts."""
+    return Parser(
+        config.agent.agent_tool_call_parser,
+        config.agent.agent_reasoning_parser,
+        tokenizer,
+        config.data.apply_chat_template_kwargs,
+    )
+
+
+def session_settings(
+    config: RunConfig, hf: HfModelFacts, tokenizer: Any, read: Read
+) -> SessionSettings:
     """Make what the sessions of a job share; raises ValueError for a template that no way works for."""
     return SessionSettings(
         template=SessionTemplate.of(ChatTemplate(tokenizer, config.data)),
-        parse=make_parse(
-            config.agent.agent_tool_call_parser,
-            config.agent.agent_reasoning_parser,
-            tokenizer,
-            config.data.apply_chat_template_kwargs,
-        ),
+        read=read,
         decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=False),
         sampling=SamplingParams(config.rollout.rollout_max_response_len),
         max_context_len=context_len(config, hf),
@@ -73,7 +80,12 @@ def rehearse(config: RunConfig, hf: HfModelFacts, tokenizer: Any) -> tuple[str, 
         get_agent(settings.agent)
     elif shutil.which(shlex.split(settings.agent_command)[0]) is None:
         raise ValueError(f"{settings.named}: no such command")
-    shared = session_settings(config, hf, tokenizer)
+    parser = make_parser(config, tokenizer)
+    try:
+        parser.check()
+    finally:
+        parser.close()
+    shared = session_settings(config, hf, tokenizer, parser)
     template = shared.template
     stops = stop_token_ids(config, hf, tokenizer)
     if not stops:
@@ -84,7 +96,7 @@ def rehearse(config: RunConfig, hf: HfModelFacts, tokenizer: Any) -> tuple[str, 
     tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
     tools = (tool,) if uses_tools else ()
 
-    def parse(text: str, tools: Any) -> Parsed:
+    async def read(text: str, tools: Any) -> Parsed:
         return Parsed(
             text, None, ({"name": "look", "arguments": "{}"},) * (len(calls) < 2 and uses_tools)
         )
@@ -109,7 +121,7 @@ def rehearse(config: RunConfig, hf: HfModelFacts, tokenizer: Any) -> tuple[str, 
         raise error
 
     # the template is tried, not the lengths of a run
-    unbounded = replace(shared, parse=parse, sampling=SamplingParams(_LONG), max_context_len=_LONG)
+    unbounded = replace(shared, read=read, sampling=SamplingParams(_LONG), max_context_len=_LONG)
     session = Session(unbounded, generate, prompt, 0, fail=fail)
 
     async def play() -> None:
@@ -144,18 +156,19 @@ def rehearse(config: RunConfig, hf: HfModelFacts, tokenizer: Any) -> tuple[str, 
 
 def make_agents(job: Job, run_dir: Path) -> Agents:
     """Make what the sessions of a run share; run_dir: of sessions.jsonl and the directories of commands."""
-    settings = job.config.agent
+    settings, parser = job.config.agent, make_parser(job.config, job.tokenizer)
 
     def record(facts: Mapping[str, Any]) -> None:
         append_lines(run_dir / SESSIONS_FILE, [facts])
 
     return Agents(
         settings=settings,
-        sessions=session_settings(job.config, job.hf, job.tokenizer),
+        sessions=session_settings(job.config, job.hf, job.tokenizer, parser),
         door=make_door(settings),
         run=_runner(settings, run_dir),
         name=settings.named,
         record=record,
+        close=parser.close,
     )
 
 

@@ -543,6 +543,8 @@ class Engines(RolloutFleet):
         for part in (self._producer, self._publisher, self._control):
             if part is not None:
                 part.close()
+        if self._agents is not None:
+            self._agents.close()
         if self._supervisor is not None:
             self._supervisor.close()
         self.stop_servers()

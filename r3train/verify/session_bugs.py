@@ -111,9 +111,13 @@ async def _played() -> Session:
         raise error
 
     model = _Model({}, np.random.default_rng(0))
+
+    async def read(text: str, tools: Any) -> Parsed:
+        return Parsed(text)
+
     settings = SessionSettings(
         template=_Template(),  # type: ignore[arg-type]
-        parse=lambda text, tools: Parsed(text),
+        read=read,
         decode=lambda ids: bytes(ids).decode("latin-1"),
         sampling=SamplingParams(4000),
         max_context_len=4000,

@@ -42,7 +42,7 @@ def server(models, tmp_path_factory):
             yield server
 
 
-def parse(text: str, tools: Any) -> Parsed:
+async def read(text: str, tools: Any) -> Parsed:
     """Noise is no call: with tools every answer is said to be one, after a thought."""
     if not tools:
         return Parsed(text)
@@ -56,7 +56,7 @@ def user(text: str) -> dict[str, Any]:
 async def three_turns(ask: Ask, change: Callable[[int, list], None] = lambda *_: None) -> None:
     messages = [{"role": "system", "content": "you add"}, user("go")]
     for turn in range(3):
-        answer = await ask(*messages, tools=TOOLS)
+        answer = await ask(*messages, tools=TOOLS, tool_choice="required")
         del answer["reasoning_content"]  # as most harnesses do
         messages.append(answer)
         change(turn, messages)
@@ -111,7 +111,7 @@ async def played(server, harness: Callable[[Ask], Awaitable[None]]) -> tuple[Ses
 
     settings = SessionSettings(
         template=SessionTemplate.of(ChatTemplate(words, DataSection(prompt_data="p.jsonl"))),
-        parse=parse,
+        read=read,
         decode=lambda ids: words.decode(ids, skip_special_tokens=False),
         sampling=sampling,
         max_context_len=900,

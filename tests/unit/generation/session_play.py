@@ -87,7 +87,7 @@ class Engine:
         )
 
 
-def parse(text: str, tools: Sequence[dict]) -> Parsed:
+async def read(text: str, tools: Sequence[dict]) -> Parsed:
     """(thought) words [name {json}] as thoughts, words and one call."""
     reasoning = None
     if text.startswith("(") and ")" in text:
@@ -114,7 +114,7 @@ class Play:
         self.settings = SessionSettings(
             **{
                 "template": SessionTemplate.of(chat),
-                "parse": parse,
+                "read": read,
                 "decode": lambda ids: self.words.decode(ids, skip_special_tokens=False),
                 "sampling": SamplingParams(max_new_tokens=4000),
                 "max_context_len": 5000,

@@ -254,6 +254,21 @@ def test_the_calls_of_a_session_are_counted():
     assert refused.value.status == 403
 
 
+def test_calls_in_flight_count_too():
+    async def ask() -> None:
+        play = Play(max_calls=2)
+        play.engine.gates = {0: asyncio.Event(), 1: asyncio.Event()}
+        asked = [asyncio.create_task(play.ask([user(text)])) for text in ("a", "b")]
+        await asyncio.sleep(0)
+        with pytest.raises(ChatRefused, match="the session has had its 2 calls"):
+            await play.ask([user("c")])
+        for gate in play.engine.gates.values():
+            gate.set()
+        await asyncio.gather(*asked)
+
+    asyncio.run(ask())
+
+
 def test_an_answer_that_nobody_took_is_not_trained_and_one_that_is_shown_was_taken():
     play = Play(seed=2)
     first = [user("go")]
@@ -393,10 +408,10 @@ def test_turns_of_tools_keep_thoughts_with_either_history(history):
 
 
 def test_a_parser_that_fails_ends_the_run_and_leaves_no_chain():
-    def broken(text, tools):
+    async def broken(text, tools):
         raise ValueError("--agent-tool-call-parser x:y raised KeyError")
 
-    play = Play(parse=broken)
+    play = Play(read=broken)
     with pytest.raises(ChatRefused):
         asyncio.run(play.ask([user("go")]))
     assert play.session.chains == [] and len(play.failures) == 1

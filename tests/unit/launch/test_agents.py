@@ -22,7 +22,7 @@ from r3train.data.tokenizer import load_tokenizer
 from r3train.engine.backend import Segment
 from r3train.generation import stitch
 from r3train.generation.sessions import Session
-from r3train.launch.agents import _runner, rehearse, session_settings
+from r3train.launch.agents import _runner, make_parser, rehearse, session_settings
 from r3train.launch.estimate import longest_sample
 from r3train.loop.step_metrics import agent_metrics
 from r3train.observe.metric_table import row_of
@@ -66,7 +66,8 @@ HERE = "tests.unit.launch.test_agents"
 
 
 def rehearsed(model: Path, template: str | None = None, **settings) -> tuple[str, ...]:
-    given = {"agent": f"{HERE}:agent", "agent_tool_call_parser": "none"} | settings
+    given = {"agent": f"{HERE}:agent", "agent_tool_call_parser": "none"}
+    given |= {"agent_reasoning_parser": "none"} | settings
     config = RunConfig.from_toml(
         "configs/tiny_cpu.toml",
         {"apply_chat_template": True, "hf_checkpoint": str(model), **given},
@@ -101,6 +102,7 @@ async def test_a_parser_sees_special_tokens_and_not_the_one_that_ends_the_answer
         {
             **{"apply_chat_template": True, "hf_checkpoint": str(model), "agent": "m:f"},
             "agent_tool_call_parser": f"{HERE}:after_the_mark",
+            "agent_reasoning_parser": "none",
         },
     )
     tokenizer = load_tokenizer(model)
@@ -118,7 +120,9 @@ async def test_a_parser_sees_special_tokens_and_not_the_one_that_ends_the_answer
         )
 
     prompt = Prompt("p", 0, "", np.zeros(1, np.int32), None)
-    settings = session_settings(config, read_hf_facts(model), tokenizer)
+    settings = session_settings(
+        config, read_hf_facts(model), tokenizer, make_parser(config, tokenizer)
+    )
     session = Session(settings, generate, prompt, 0, fail=pytest.fail)
     tools = ({"type": "function", "function": {"name": "make", "parameters": {}}},)
     answer, _ = await session.answer(ChatRequest([{"role": "user", "content": "red"}], b"", tools))
