@@ -60,6 +60,11 @@ class Parser:
         if (calls, reasoning) != ("none", "none"):
             self._process = _Process((calls, reasoning, tokenizer, dict(template_kwargs)))
 
+    @property
+    def pid(self) -> int | None:
+        """Id of the process, None without one."""
+        return None if self._process is None else self._process.pid
+
     def check(self) -> None:
         """Wait for the process; raises ValueError for parsers that there are none of."""
         if self._process is not None:
@@ -94,6 +99,10 @@ class _Process:
         self._told, self._closed = False, threading.Event()
         self._process = self._started()
         self._is_ready = False
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def close(self) -> None:
         self._closed.set()
@@ -194,7 +203,7 @@ def _unpacked(setup: bytes) -> tuple[Any, ...]:
 
 
 def within_limit(parse: Parse, text: str, tools: list[dict[str, Any]]) -> Parsed | None:
-    """What a text holds; None if it takes more CPU time than the limit.  For the main thread."""
+    """Read a text; None if it takes more CPU time than the limit.  For the main thread."""
 
     def late(*_: Any) -> None:
         raise _TooLong

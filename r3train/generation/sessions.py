@@ -60,12 +60,16 @@ class SessionSettings:
 
 @dataclass(eq=False)
 class Chain:
-    """One growing sample.  first_prompt: tokens of the request that it, or what it forked from, began with."""
+    """One growing sample.
+
+    first_prompt: tokens of the request that it, or what it forked from, began with.  request: of its last call.
+    """
 
     sample: RolloutSample
     begins: Literal["root", "fork"]
     first_prompt: int
     calls: list[Call] = field(default_factory=list)
+    request: ChatRequest | None = None
     busy: bool = False
 
     @property
@@ -336,7 +340,7 @@ class Session:
             entry=custody.entry(sample, start),
             finish_reason=sample.finish_reason,
         )
-        chain.sample = sample
+        chain.sample, chain.request = sample, place.request
         chain.calls.append(call)
         self.calls.append(call)
         self._ends.setdefault(_behind(place.prefix, answer), []).append(call)
@@ -359,6 +363,7 @@ class Session:
             self.counts["undelivered_tokens"] += sum(call.end - call.start for call in lost)
             if delivered:
                 made.append((delivered[-1], chain))
+                self.counts["template_differs"] += self._template_differs(chain)
         made.sort(key=lambda pair: pair[0].number)
         samples = [self._finished(last, chain) for last, chain in made]
         ledger = [call.entry for call in self.calls if call.delivered]
@@ -371,6 +376,15 @@ class Session:
         wrong += filter(None, map(_misplaced, self.calls))
         assert not wrong, f"custody of session {self.sample_id}: {'; '.join(wrong)}"
         return samples
+
+    def _template_differs(self, chain: Chain) -> bool:
+        """True where the template writes the last request of a chain otherwise than the chain's tokens say it."""
+        own = chain.sample.token_ids[: chain.tip.start].tolist()
+        try:
+            whole = self.settings.template.whole_text(chain.request.messages, chain.request.tools)
+        except ValueError:
+            return True
+        return whole != self.settings.decode(own)
 
     def _finished(self, last: Call, chain: Chain) -> RolloutSample:
         sample = chain.sample

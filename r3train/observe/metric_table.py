@@ -61,6 +61,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("agent/roots_mean", "chains", "chains that began with a request of their own, mean per session"),
         Metric("agent/forks_mean", "chains", "chains that began behind an answer that another chain goes on from, mean per session"),
         Metric("agent/reprompted_share", "share", "tokens of the sessions that are the prompt of a chain after the first: what a rewritten history costs"),
+        Metric("agent/template_differs", "share", "samples whose last request the chat template would write otherwise than they have it: thoughts that stay, arguments written another way"),
         Metric("agent/failures", "sessions", "sessions whose agent failed (--agent-on-failure)"),
         Metric("agent/undelivered", "calls", "answers that no agent took: they are not trained"),
         Metric("agent/cut_tokens", "tokens", "tokens that were sampled behind a stop text and thrown away"),

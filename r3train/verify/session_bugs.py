@@ -94,6 +94,9 @@ class _Template:
     def whole(self, messages: Sequence[Message], tools: Sequence[Any]) -> list[int]:
         return [*(i for m in messages for i in (*str(m["content"]).encode(), _END)), *b"?"]
 
+    def whole_text(self, messages: Sequence[Message], tools: Sequence[Any]) -> str:
+        return bytes(self.whole(messages, tools)).decode("latin-1")
+
     def behind(
         self, answer: Message, new: Sequence[Message], tools: Sequence[Any], last: int
     ) -> Behind:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from tests.e2e import jobs
 from tests.unit.agents.scripted import Script, opened
+from tests.unit.generation.session_play import assert_sound, Play
 
 from r3train.agents.command import run_command
 from r3train.audit.audit_run import audit_run
@@ -28,7 +29,7 @@ def python(tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp("harnesses")
     subprocess.run([sys.executable, "-m", "venv", str(directory)], check=True)
     install = [directory / "bin/pip", "install", "-qq", "-r", EXAMPLES / "requirements.txt"]
-    subprocess.run([*install, "anthropic==2.13.0"], check=True)
+    subprocess.run([*install, "anthropic==2.13.0", "smolagents==1.26.0"], check=True)
     return directory / "bin/python"
 
 
@@ -109,6 +110,61 @@ async def test_anthropics_client_gets_answers_streams_and_refusals(python, tmp_p
     assert script.told == [(0, True), (1, True)]
     roles = [message["role"] for message in script.requests[1].messages]
     assert roles == ["user", "assistant", "tool"]
+
+
+_SMOLAGENTS = """
+import os, sys
+from smolagents import CodeAgent, OpenAIServerModel, ToolCallingAgent, tool
+
+@tool
+def add(a: int, b: int) -> int:
+    '''Add two numbers.
+
+    Args:
+        a: one
+        b: the other
+    '''
+    return a + b
+
+base_url, key = os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]
+model = OpenAIServerModel("r3", api_base=base_url, api_key=key)
+kinds = {"tools": ToolCallingAgent, "code": CodeAgent}
+kind, planning = sys.argv[1].split(",")
+made = kinds[kind](
+    tools=[add], model=model, max_steps=3, verbosity_level=0, planning_interval=int(planning) or None
+)
+print(made.run("add one and two"))
+"""
+_ADDS = '[add {"a": 1, "b": 2}]<|end|>'
+_PLANS = "1. add<end_plan>"
+_WRITES = "Thoughts: add.\n<code>\nprint(add(1, 2))\n</code>"
+_ENDS = _WRITES.replace("print", "final_answer")
+
+
+@pytest.mark.parametrize(
+    "how, said, begins",
+    [
+        ("tools,0", [_ADDS, _ADDS, '[final_answer {"answer": "3"}]<|end|>'], ["root"] * 3),
+        ("code,0", [_WRITES, _WRITES, _ENDS], ["root"] * 3),
+        ("code,2", [_PLANS, _WRITES, _WRITES, _PLANS, _ENDS], ["root"] * 5),
+    ],
+)
+async def test_smolagents_writes_each_answer_anew_and_pays_a_sample_for_each_call(
+    python, how, said, begins, tmp_path
+):
+    play = Play(max_context_len=30000)
+    play.engine.said = list(said)
+    async with opened(play.session.answer) as (door, access):
+        program = tmp_path / "agent.py"  # it reads the source of a tool
+        program.write_text(_SMOLAGENTS)
+        command = [str(python), str(program), how]
+        await run_command(command, access, {}, tmp_path, timeout_s=300)
+        ignored = door.stats().get("ignored_tool_choice", 0)
+    samples = play.session.samples()
+    assert_sound(samples)
+    assert [chain.begins for chain in play.session.chains] == begins
+    assert len(samples) == len(play.session.calls) == len(said)
+    assert ignored == (3 if how == "tools,0" else 0)
 
 
 @pytest.mark.parametrize("name", HARNESSES)

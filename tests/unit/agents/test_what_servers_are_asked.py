@@ -1,4 +1,4 @@
-"""What a harness asks for of the sampling reaches no server: the request is the run's, whatever the body says."""
+"""No setting of sampling that a harness asks for reaches a server: the request is the run's, whatever the body says."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ async def test_a_text_is_read(parser):
 async def test_the_loop_answers_while_a_text_takes_long_which_counts_as_text_and_is_told_once(
     parser, caplog
 ):
-    late, last, process = 0.0, time.monotonic(), parser._process._process.pid
+    late, last, process = 0.0, time.monotonic(), parser.pid
     asked = asyncio.create_task(parser(_ENDLESS, _TOOLS))
     while not asked.done():
         await asyncio.sleep(0.01)
@@ -50,11 +50,11 @@ async def test_the_loop_answers_while_a_text_takes_long_which_counts_as_text_and
     [said] = [r.message for r in caplog.records if r.name == parser_process.__name__]
     assert "needed more than 2 s for 205 characters, which count as text: '[add(a=1" in said
     assert (await parser("[add(a=1)]", _TOOLS)).calls
-    assert parser._process._process.pid == process, "it takes the next one without a new start"
+    assert parser.pid == process, "it takes the next one without a new start"
 
 
 async def test_a_process_that_ends_is_started_again(parser):
-    os.kill(parser._process._process.pid, signal.SIGKILL)
+    os.kill(parser.pid, signal.SIGKILL)
     assert await parser("[add(a=1)]", _TOOLS) == Parsed("[add(a=1)]")
     assert (await parser("[add(a=1)]", _TOOLS)).calls
 
@@ -64,7 +64,7 @@ async def test_it_ends_in_the_middle_of_a_text():
     parser.check()
     asked = asyncio.create_task(parser(_ENDLESS, _TOOLS))
     await asyncio.sleep(0.2)
-    process = parser._process._process.pid
+    process = parser.pid
     await asyncio.to_thread(parser.close)
     assert await asked == Parsed(_ENDLESS) and not psutil.pid_exists(process)
     parser.close()
@@ -76,7 +76,7 @@ async def test_it_ends_with_the_run_that_is_killed():
         from {_HERE} import _Tokenizer
         from r3train.engine.parser_process import Parser
         parser = Parser("qwen25", "none", _Tokenizer(), {{}})
-        print(parser._process._process.pid, flush=True)
+        print(parser.pid, flush=True)
         time.sleep(1000)
     """
     owner = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)

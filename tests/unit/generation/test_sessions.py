@@ -407,6 +407,25 @@ def test_turns_of_tools_keep_thoughts_with_either_history(history):
         assert [chain.begins for chain in play.session.chains] == ["root"]
 
 
+@pytest.mark.parametrize(
+    "said, tools, history, differs",
+    [
+        (["well<|end|>", "good<|end|>"], (), "append", 0),
+        (["(hm)well<|end|>", "good<|end|>"], (), "append", 1),  # the template drops the thought
+        (["(hm)well<|end|>", "good<|end|>"], (), "template", 0),
+        (['[add {"a": 1}]<|end|>', "good<|end|>"], TOOLS, "append", 1),  # it writes [add a=1]
+    ],
+)
+def test_samples_that_the_template_would_write_otherwise_are_counted(said, tools, history, differs):
+    play = Play(history=history)
+    play.engine.said = list(said)
+    answer = asyncio.run(play.ask([user("go")], tools=tools))
+    shown = without(answer, "reasoning_content")
+    follows = tool(answer) if tools else user("and?")
+    asyncio.run(play.ask([user("go"), shown, follows], tools=tools))
+    assert play.session.samples() and play.session.counts["template_differs"] == differs
+
+
 def test_a_parser_that_fails_ends_the_run_and_leaves_no_chain():
     async def broken(text, tools):
         raise ValueError("--agent-tool-call-parser x:y raised KeyError")
