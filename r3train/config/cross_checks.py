@@ -14,7 +14,7 @@ from r3train.config.lora_checks import model_lora_conflicts
 from r3train.config.pipeline_layout import parse_pipeline_layout
 from r3train.config.requirements import Condition, Requirement
 from r3train.config.run import RunConfig
-from r3train.config.sources import ConfigError, places, raise_all
+from r3train.config.sources import ConfigError, flag_name, places, raise_all
 from r3train.families import FAMILIES
 from r3train.families.checks import topology_conflicts
 
@@ -371,11 +371,12 @@ def _model_fusions(config: RunConfig, hf: HfModelFacts) -> Iterator[str]:
 
 
 def _model_replay(config: RunConfig, hf: HfModelFacts) -> Iterator[str]:
-    if config.replay.use_rollout_routing_replay and not hf.is_moe:
-        yield (
-            f"--use-rollout-routing-replay needs a mixture-of-experts model: {hf.path} is"
-            f" {hf.model_type} without experts, so there is no routing to replay"
-        )
+    for name in ("use_rollout_routing_replay", "use_routing_replay"):
+        if getattr(config.replay, name) and not hf.is_moe:
+            yield (
+                f"{flag_name(name)} needs a mixture-of-experts model: {hf.path} is"
+                f" {hf.model_type} without experts, so there is no routing to replay"
+            )
     if config.trainer.freeze_moe_router and not hf.is_moe:
         yield f"--freeze-moe-router: {hf.path} is {hf.model_type} without experts: no router to freeze"
     every = tuple(range(1, hf.num_hidden_layers + 1))

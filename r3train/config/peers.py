@@ -50,7 +50,6 @@ FRAMEWORKS = {
         "use_kl_loss": "kl_loss_coef above 0",
         "use_opsm": "opsm_delta",
         "use_rollout_logprobs": "ratio_anchor rollout",
-        "use_routing_replay": "use_rollout_routing_replay",
         "wandb_key": "the variable WANDB_API_KEY",
     },
     "verl": {
@@ -64,7 +63,7 @@ FRAMEWORKS = {
         "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": "max_tokens_per_gpu",
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": "max_tokens_per_gpu",
         "actor_rollout_ref.actor.ppo_mini_batch_size": "global_batch_size, which counts samples, not prompts",
-        "actor_rollout_ref.actor.router_replay.mode": "use_rollout_routing_replay",
+        "actor_rollout_ref.actor.router_replay.mode": "use_rollout_routing_replay (R3), use_routing_replay (R2)",
         "actor_rollout_ref.actor.use_dynamic_bsz": "max_tokens_per_gpu",
         "actor_rollout_ref.model.path": "hf_checkpoint",
         "actor_rollout_ref.rollout.gpu_memory_utilization": "sglang_mem_fraction_static",

@@ -65,6 +65,17 @@ class ReplaySection(Section):
         ),
     ] = False
     """Turn R3 on: SGLang returns the experts that it chose, and the actor replays them."""
+    use_routing_replay: Annotated[
+        bool,
+        excludes(
+            "use_rollout_routing_replay: a router replays one choice, the rollout's or its own"
+        ),
+        excludes("learns_conversations: no old log-probs are computed, whose routes it replays"),
+        excludes("reuse_log_probs = on: the routes are those of the pass that it skips"),
+        *(excludes(f"transformer_overrides.{name}: {why}") for name, why in _NOT_REPLAYED.items()),
+    ] = False
+    """Replay the actor's own routes of its old-log-prob pass in its train passes (R2), not the rollout's:
+    a control for comparisons. The pass is always made then."""
     enable_r3_correctness_check: bool = False
     """Write evidence of every router call; the run fails if replay is not exact."""
     r3_check_interval: int = Field(default=1, ge=1)

@@ -234,11 +234,11 @@ class RunConfig(Section):
 
         With one optimizer step per rollout no weight changes between the two, and the loss's ratio is 1.
         --loss-type sft has no ratio.  With --kl-coef the old log-probs are part of the reward, and so
-        needed before.  Under --ci-test without a reference, whose log-probs it compares,
+        needed before, and with --use-routing-replay the routes of their pass.  Under --ci-test without a reference, whose log-probs it compares,
         auto keeps the pass: the train forward would be compared with itself.
         """
         sft = self.algorithm.loss_type == "sft"
-        if self.algorithm.kl_coef:
+        if self.algorithm.kl_coef or self.replay.use_routing_replay:
             return False
         if self.trainer.ci_test and not sft and not self.algorithm.needs_reference:
             return self.trainer.reuse_log_probs == "on" and self.steps_per_rollout == 1

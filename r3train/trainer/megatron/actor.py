@@ -33,6 +33,7 @@ from r3train.trainer.megatron.loss_metrics import reduce_metrics
 from r3train.trainer.megatron.model import build_model
 from r3train.trainer.megatron.offload import DeviceMemory, on_host
 from r3train.trainer.megatron.optimizer import build_optimizer, build_scheduler
+from r3train.trainer.megatron.own_routes import OwnRoutes
 from r3train.trainer.megatron.replay import RoutingReplayManager, decoder_routers
 from r3train.trainer.megatron.route_drift import RouteDrift
 from r3train.trainer.megatron.topology import with_layers
@@ -77,7 +78,10 @@ class MegatronActor:
             tuple(r.layer_number for r in decoder_routers(c)) for c in self.model.unwrapped
         )
         self.topology = with_layers(topology, layers)
-        self.replay: RoutingReplayManager | None = None
+        self.replay: RoutingReplayManager | OwnRoutes | None = None
+        if config.replay.use_routing_replay:
+            self.replay = OwnRoutes(device)
+            self.replay.install(self.model.unwrapped)
         if config.replay.use_rollout_routing_replay:
             # without sequence parallelism all TP ranks route the same tokens: one counts
             counts_tokens = topology.sequence_parallel or topology.tp_rank == 0

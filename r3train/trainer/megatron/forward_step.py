@@ -19,6 +19,7 @@ from r3train.config.algorithm_settings import AlgorithmSection
 from r3train.trainer.megatron.hf_weights import unwrap
 from r3train.trainer.megatron.sampling_mask import SamplingMask
 from r3train.trainer.megatron.log_probs import Draw, log_probs_and_entropy
+from r3train.trainer.megatron.own_routes import OwnRoutes
 from r3train.trainer.megatron.replay import RoutingReplayManager
 from r3train.types import RankSlice
 
@@ -80,7 +81,7 @@ class DeviceSlice:
 
 
 def run_chunk(
-    batch: DeviceSlice, model: torch.nn.Module, replay: RoutingReplayManager | None
+    batch: DeviceSlice, model: torch.nn.Module, replay: RoutingReplayManager | OwnRoutes | None
 ) -> torch.Tensor:
     """Run one chunk forward, and name the microbatch to the replay for forward and backward.
 
@@ -104,7 +105,7 @@ def run_chunk(
 def _draw(
     batch: DeviceSlice,
     model: torch.nn.Module,
-    replay: RoutingReplayManager | None,
+    replay: RoutingReplayManager | OwnRoutes | None,
     temperature: float,
     chunk_size: int,
 ) -> tuple[Draw, Callable[[], None]]:
@@ -145,7 +146,7 @@ def _over_context_ranks(values: torch.Tensor, operation: str) -> torch.Tensor:
 
 def make_log_prob_step(
     batches: dict[int, DeviceSlice],
-    replay: RoutingReplayManager | None,
+    replay: RoutingReplayManager | OwnRoutes | None,
     temperature: float,
     chunk_size: int,
 ) -> Callable:
@@ -171,7 +172,7 @@ def make_log_prob_step(
 
 def make_train_step(
     batches: dict[int, DeviceSlice],
-    replay: RoutingReplayManager | None,
+    replay: RoutingReplayManager | OwnRoutes | None,
     policy_loss: PolicyLoss,
     algorithm: AlgorithmSection,
     temperature: float,

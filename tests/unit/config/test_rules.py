@@ -166,6 +166,9 @@ REFUSED = f"""
     environment="calculator", group_rm=true | --group-rm cannot go with --environment calculator
     # replay
     {R3}, transformer_overrides={{moe_router_load_balancing_type=["aux_loss", "quantile"]}} | _type = ['aux_loss', 'quantile']
+    use_routing_replay=true, {R3} | --use-routing-replay cannot go with --use-rollout-routing-replay: a router replays one
+    use_routing_replay=true, {SFT} | --use-routing-replay cannot go with --loss-type sft without --replay-rollouts
+    use_routing_replay=true, reuse_log_probs="on" | --use-routing-replay cannot go with --reuse-log-probs on: the routes
     sglang={{use_rollout_routing_replay=true}} | sglang.use_rollout_routing_replay: set --use-rollout-routing-replay
     {R3}, sglang={{moe_enable_routing_replay=true}} | sglang.moe_enable_routing_replay: set --use-rollout-routing-replay
     r3_keep_score_ratio=0.5 | --r3-keep-score-ratio 0.5 needs --use-rollout-routing-replay: nothing is replayed
@@ -286,6 +289,7 @@ NOT_REPLAYED = """
 PASSES = f"""
     eps_clip_high=0.2, policy_loss="dppo_kl"
     {R3}
+    use_routing_replay=true, transformer_overrides={{moe_router_fusion=false}}
     ranks=2, expert_model_parallel_size=2, {R3}
     ranks=2, tensor_model_parallel_size=2, sequence_parallel=true
     ranks=4, pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2
@@ -379,6 +383,13 @@ BROKEN = [
         ]
         for harm, _ in rows(NOT_REPLAYED)
         for place in ("transformer_overrides", "sglang")
+    ),
+    *(
+        [
+            f"use_routing_replay=true, transformer_overrides={{{harm}}}",
+            f"--use-routing-replay cannot go with transformer_overrides.{harm[:9]}",
+        ]
+        for harm, _ in rows(NOT_REPLAYED)
     ),
 ]
 
