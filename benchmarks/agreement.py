@@ -84,7 +84,8 @@ def main() -> None:
                 print(line, file=sys.stderr, flush=True)
     write_result(arguments.output, result)
     if arguments.write_docs:
-        RESULTS_PAGE.write_text(results_page(result), encoding="utf-8")
+        earlier = RESULTS_PAGE.read_text(encoding="utf-8")
+        RESULTS_PAGE.write_text(results_page(result, earlier), encoding="utf-8")
 
 
 def one_seed(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean, median, stdev
 from typing import Any
 
 import jinja2
@@ -17,6 +17,11 @@ INTERNALS = Path(__file__).resolve().parents[1] / "docs" / "internals"
 PERFORMANCE_PAGE = INTERNALS / "performance.md"
 RESULTS_PAGE = INTERNALS / "results.md"
 ALGORITHMS_PAGE = INTERNALS.parent / "algorithms.md"
+
+# of results.md, by other benchmarks than the page's own
+EFFECT_SECTIONS = ("## What it does to the gradient", "## What it does to a policy")
+# 0.975 quantiles of Student's t, by degrees of freedom from 1 on
+T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201)
 
 Result = Mapping[str, Any]
 
@@ -27,14 +32,37 @@ def performance_page(results: Result) -> str:
     return render("performance", machine=results["machine"], results=results, done=done)
 
 
-def results_page(result: Result) -> str:
-    """docs/internals/results.md from the result of the agreement study."""
-    return render("results", **result)
+def results_page(result: Result, earlier: str = "") -> str:
+    """docs/internals/results.md from the result of the agreement study, with others' sections of the page before."""
+    return with_sections_of(render("results", **result), earlier, EFFECT_SECTIONS)
 
 
 def learning_section(result: Result) -> str:
     """A section of docs/algorithms.md from the result of benchmarks/learning_rules.py."""
     return render("learning_rules", **result)
+
+
+def gradient_section(result: Result) -> str:
+    """A section of docs/internals/results.md from the result of benchmarks/replay_arms.py."""
+    runs = result["runs"]
+    widest = max(run["initializer_range"] for run in runs)
+    layered = [run for run in runs if run["initializer_range"] == widest]
+    layered = [run for run in layered if run["server_dtype"] == "bfloat16"]
+    return render("replay_arms", layered=layered, **result)
+
+
+def replay_learning_section(result: Result) -> str:
+    """A section of docs/internals/results.md from the result of benchmarks/replay_learning.py."""
+    return render("replay_learning", **result)
+
+
+def with_sections_of(page: str, earlier: str, headings: Iterable[str]) -> str:
+    """The page with those sections of an earlier one that other benchmarks wrote."""
+    for heading in headings:
+        _, found, rest = earlier.partition(f"\n{heading}\n")
+        if found:
+            page = with_section(page, f"{heading}\n{rest.partition(chr(10) + '## ')[0].rstrip()}\n")
+    return page
 
 
 def with_section(page: str, section: str) -> str:
@@ -65,6 +93,29 @@ def range_of(values: Iterable[float]) -> str:
     """The figure of values that were measured."""
     values = list(values)
     return figure(dict(median=median(values), low=min(values), high=max(values)))
+
+
+def half_interval(values: list[float]) -> float:
+    """Half of the 95% interval of a mean, by Student's t; of 2 to 12 values."""
+    return T_975[len(values) - 2] * stdev(values) / len(values) ** 0.5
+
+
+def mean(values: Iterable[float]) -> float:
+    return fmean(values)
+
+
+def cosine(values: Iterable[float]) -> str:
+    """The interval of cosines, which lie near 1."""
+    values = list(values)
+    return f"{fmean(values):.4f}" + (f" ± {half_interval(values):.4f}" if len(values) > 1 else "")
+
+
+def interval(values: Iterable[float]) -> str:
+    """The mean and half of its 95% interval."""
+    values = list(values)
+    if len(values) < 2:
+        return number(values[0])
+    return f"{number(fmean(values))} ± {number(half_interval(values))}"
 
 
 def places(value: float, digits: int = 0) -> str:
@@ -101,6 +152,21 @@ def sum_of(job: Result, key: str) -> float:
     return sum(job["curves"][key])
 
 
+def late(job: Result, key: str) -> float:
+    """The mean of a metric over a job's last ten rollouts."""
+    return fmean(job["curves"][key][-10:])
+
+
+def early(job: Result, key: str) -> float:
+    """A metric of a job's first rollout."""
+    return job["curves"][key][0]
+
+
+def less(values: Iterable[float], base: Iterable[float]) -> list[float]:
+    """Each value less the base of the same seed."""
+    return [a - b for a, b in zip(values, base, strict=True)]
+
+
 def rollouts_to(job: Result, reward: float) -> int | str:
     """Rollouts until the mean of three rewards reaches this, or "never"."""
     rewards = job["curves"]["rollout/reward_mean"]
@@ -116,7 +182,19 @@ def render(template: str, **values: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    filters = (number, figure, range_of, places, short, percent, over, median)
-    filters += (shares_of_time, mean_of, sum_of, rollouts_to)
+    filters = (
+        number,
+        figure,
+        interval,
+        cosine,
+        mean,
+        range_of,
+        places,
+        short,
+        percent,
+        over,
+        median,
+    )
+    filters += (shares_of_time, mean_of, sum_of, rollouts_to, late, early, less)
     environment.filters |= {each.__name__: each for each in filters}
     return environment.get_template(f"{template}.md.j2").render(values).rstrip() + "\n"

@@ -151,7 +151,8 @@ def write_pages(directory: Path, facts: dict[str, Any]) -> None:
     PERFORMANCE_PAGE.write_text(performance_page(results), encoding="utf-8")
     agreement = results.get("agreement")
     if agreement is not None and "error" not in agreement:
-        RESULTS_PAGE.write_text(results_page(agreement), encoding="utf-8")
+        earlier = RESULTS_PAGE.read_text(encoding="utf-8")
+        RESULTS_PAGE.write_text(results_page(agreement, earlier), encoding="utf-8")
 
 
 if __name__ == "__main__":

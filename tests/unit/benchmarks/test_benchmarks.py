@@ -1,5 +1,6 @@
 """The pages of the benchmarks from a recorded small run, and that every script says what it does."""
 
+import argparse
 import copy
 import json
 import re
@@ -9,13 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import agreement, learning_rules
+from benchmarks import agreement, learning_rules, match_target, replay_learning
 from benchmarks.measure import in_turns, ratios, spread
 from benchmarks.page import (
+    EFFECT_SECTIONS,
     figure,
+    gradient_section,
     learning_section,
     number,
     performance_page,
+    replay_learning_section,
     results_page,
     with_section,
 )
@@ -154,6 +158,97 @@ def test_the_section_of_the_rules_has_a_row_for_each_and_takes_its_own_place(tmp
     # the picture has a panel a rule that was measured, and one of the other task
     drawn = learning_rules.draw(result | {"rules": {"grpo": [slow, quick], "gspo": []}})
     assert [len(axes.lines) for axes in drawn.axes] == [2, 2, 0]
+
+
+def of_gradients(cosine: float) -> dict:
+    """A finding of benchmarks/replay_arms.py of a seed, every arm alike."""
+    parts = {"all": [cosine, 1.0, 0.5], "router": [cosine, 1.0, 0.25]}
+    at = parts | {"layers": [parts["all"]] * 2, "routers": [parts["router"]] * 2}
+    arm = at | {"k3": 1e-3, "ess": 0.5, "chi2_seq": 1.0, "dropped": 0.0}
+    names = ("live router", "R3", "R3, sequence weights")
+    actors = {dtype: {name: arm for name in names} for dtype in DTYPES}
+    shape = {"layers": 2, "experts": 8, "topk": 2, "hidden": 16, "samples": 4}
+    return {"actors": actors, "halves": at, **shape}
+
+
+def test_the_gradients_have_a_row_an_arm_with_the_interval_of_their_seeds():
+    places = [{"initializer_range": w, "server_dtype": "bfloat16"} for w in (0.1, 0.2)]
+    runs = [{"seed": s, **p, **of_gradients(c)} for s, c in ((0, 0.9), (1, 0.92)) for p in places]
+    section = gradient_section(
+        {"machine": RECORDED["machine"], "command": "c", "answer": 8, "runs": runs}
+    )
+    (small, large, layers) = tables(section)
+    assert len(small) == len(large) == 2 + 3 * len(DTYPES) and len(layers) == 5
+    # the t of one degree of freedom: 12.706 * 0.01414 / sqrt(2)
+    assert "| float32 | live router | 0.001 ± 0 |  | 0.9100 ± 0.1271 |" in small[2]
+    assert "| 0.5 ± 0 |" in next(line for line in small if "sequence" in line)
+    assert "| 0.910 0.910 |" in layers[2]
+
+
+# of benchmarks/replay_learning.py
+SETTINGS = dict(rollouts=12, prompts=2, group=2, tilt=0.3, layers=2, initializer_range=0.2, lr=1e-4)
+SETTINGS |= dict(steps_per_rollout=1, server_dtype="bfloat16")
+
+
+def of_policy(server: float, actor: float) -> dict:
+    curve = {"train/server_kl": server, "train/actor_kl": actor, "train/log_prob_gap_k3": 0.1}
+    return {"served_kl": server, "curves": {key: [1.0] * 2 + [v] * 10 for key, v in curve.items()}}
+
+
+def test_the_policies_are_compared_seed_by_seed_and_both_sections_outlive_a_new_page():
+    jobs = {
+        "R3": [of_policy(0.1, 0.1), of_policy(0.3, 0.3)],
+        "live router": [of_policy(0.2, 0.1), of_policy(0.4, 0.3)],
+    }
+    section = replay_learning_section(
+        {"machine": RECORDED["machine"], "command": "c", "settings": SETTINGS, "arms": jobs}
+    )
+    (table,) = tables(section)
+    assert table[2].startswith("| R3 | 0.2 ± 1.27 | 0.2 ± 1.27 |")
+    assert table[4].startswith("| live router less R3 | 0.1 ± ") and len(table) == 5
+    runs = [{"seed": 0, "initializer_range": 0.1, "server_dtype": "bfloat16", **of_gradients(0.9)}]
+    of_arms = {"machine": RECORDED["machine"], "command": "c", "answer": 8, "runs": runs}
+    page = results_page(RECORDED["agreement"])
+    for own in (gradient_section(of_arms), section):
+        page = with_section(page, own)
+    assert all(page.count(heading) == 1 for heading in EFFECT_SECTIONS)
+    assert results_page(RECORDED["agreement"], page) == page
+
+
+def test_a_job_of_other_settings_is_measured_again(tmp_path):
+    arguments = argparse.Namespace(**SETTINGS, seeds=1, arms=["R3"])
+    path = replay_learning.place_of(tmp_path, 1, "R3")
+    path.write_text(json.dumps({"settings": SETTINGS}))
+    assert replay_learning.kept(tmp_path, 1, "R3", arguments) is not None
+    arguments.lr = 1.0
+    assert replay_learning.kept(tmp_path, 1, "R3", arguments) is None
+
+
+def test_at_the_target_no_answer_has_an_advantage():
+    """And the gradient elsewhere is that of KL(policy || target)."""
+    import torch
+
+    from r3train.algo.loss_rows import LossRows
+
+    target = torch.tensor([0.5, 0.3, 0.2]).log()
+
+    def gradient(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = logits.requires_grad_()
+        log_probs = logits.log_softmax(0)
+        rows = LossRows(
+            *(log_probs, log_probs.detach(), log_probs.detach(), target),
+            *(torch.ones(3, dtype=torch.bool), torch.zeros(3), torch.arange(3), torch.ones(3)),
+        )
+        loss = match_target.towards_target(rows, None).loss
+        # of all answers, each as often as the policy gives it
+        score = torch.autograd.grad((loss * log_probs.detach().exp()).sum(), logits)[0]
+        policy = logits.log_softmax(0)
+        return score, torch.autograd.grad(policy.exp() @ (policy - target), logits)[0]
+
+    at_target, _ = gradient(target.clone())
+    assert at_target.abs().max() < 1e-6
+    score, exact = gradient(torch.tensor([1.0, -1.0, 0.5]))
+    torch.testing.assert_close(score, exact)
 
 
 def test_a_rule_that_was_measured_is_not_measured_again_unless_it_ran_for_another_time(tmp_path):
