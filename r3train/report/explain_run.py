@@ -106,7 +106,7 @@ def since_when(budget: Mapping[str, Mapping[int, float]], steps: Sequence[int], 
         means = {name: _mean(of, window) for name, of in budget.items()}
         if max(means, key=means.__getitem__) != part:
             break
-        since = window[0] if end <= _WINDOW else steps[end - 1]
+        since = steps[end - 1]
     return since
 
 
