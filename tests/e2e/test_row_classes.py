@@ -84,7 +84,7 @@ def prefix_of(one: np.ndarray, other: np.ndarray) -> int:
 
 
 def trained(job: jobs.Job, step: int) -> list[RolloutSample]:
-    (path,) = (job.run_dir / "rollouts").glob(f"*{step:06d}*")
+    path = job.run_dir / "rollouts" / f"rollout_{step:07d}.safetensors"
     return sorted((sample for sample, _ in read_samples(path)[0]), key=lambda s: s.sample_id)
 
 
@@ -101,7 +101,8 @@ def test_a_job_counts_rows_from_the_cache_as_the_texts_before_tell(tmp_path, tin
         *jobs.R3_FLAGS,
         *("--num-rollout", "2", "--rollout-external-engine-addrs", engine),
         *("--max-weight-staleness", "0", "--rollout-max-concurrency", "1"),
-        *("--r3-audit-share", "0", "--dump-rollouts"),
+        # whose texts would be in the cache, too
+        *("--r3-audit-share", "0", "--r3-canaries", "0", "--dump-rollouts"),
     )
     assert job.code == 0, job.output
     for step, (metrics, found) in enumerate(zip(job.metrics(), evidence_of(job), strict=True)):
