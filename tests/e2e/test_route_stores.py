@@ -7,6 +7,7 @@ import json
 import pytest
 
 from r3train.verify.tiny import TinyOptions, build
+from r3train.types import RowClass
 from tests.e2e import jobs
 
 pytestmark = pytest.mark.e2e
@@ -141,3 +142,10 @@ def test_four_ranks_get_their_rows_and_layers_from_two_leaders(
     )
     assert job.code == 0, job.output
     assert all(m["r3/passed"] and m["perf/route_wire_bytes_rank0"] == 0 for m in job.metrics())
+    for m in job.metrics():  # classes stand on rank 0, and go with their rows to all ranks
+        rows = {row_class: m[f"rows/{row_class.label}"] for row_class in RowClass}
+        tokens = {c: m.get(f"train/loss_tokens_rows_{c.label}", 0) for c in RowClass}
+        samples = m["rollout/num_samples"]
+        assert tokens[RowClass.DECODED] == rows[RowClass.DECODED] > 0
+        assert tokens[RowClass.PREFILLED] == rows[RowClass.FILLED] == samples
+        assert rows[RowClass.CACHED] > 0 and tokens[RowClass.CACHED] > samples
