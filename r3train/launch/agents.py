@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import shlex
 import shutil
 from collections.abc import Awaitable, Callable, Mapping
@@ -205,6 +206,8 @@ def _runner(settings: AgentSection, run_dir: Path) -> Callable[[Access, Prompt],
 def _function(settings: AgentSection) -> Callable[[Access, Prompt], Awaitable[Any]]:
     """Return what runs the function of --agent in an event loop of its own, where it may block its like only."""
     function, loop = get_agent(settings.agent), EnvironmentLoop("--agent-timeout-s")
+    # a line for each call of the model
+    logging.getLogger("httpx").setLevel(logging.WARNING)
 
     async def run(access: Access, prompt: Prompt) -> Any:
         task = AgentTask(

@@ -61,6 +61,7 @@ def test_a_job_trains_on_sessions_with_updates_between_their_turns(
     assert metrics[0]["train/log_prob_gap_max"] <= 1e-4
     assert all(m["agent/custody_passed"] is True for m in metrics)
     assert sum(m["rollout/spanning_samples"] for m in metrics) > 0, "no session saw an update"
+    assert "HTTP Request" not in job.logs(), "a line for each call"
     sessions = [
         json.loads(line) for line in (job.run_dir / "sessions.jsonl").read_text().splitlines()
     ]
