@@ -138,7 +138,7 @@ def against(
     }
     if metrics:
         compared |= {"k3": metrics["log_prob_gap_k3"], "ess": metrics["ess"]}
-        compared |= {"chi2_seq": metrics["chi2_seq"], "dropped": metrics.get("clip_share", 0.0)}
+        compared |= {"chi2_seq": metrics["chi2_seq"], "dropped": metrics.get("clipped", 0.0)}
     return compared
 
 

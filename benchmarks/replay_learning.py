@@ -57,7 +57,7 @@ def main() -> None:
         seeds=6,
         first_seed=1,
         arms=["R3", "live router"],
-        rollouts=50,
+        rollouts=40,
         prompts=16,
         group=16,
         tilt=0.3,
