@@ -49,11 +49,20 @@ class Access:
 
 @dataclass(eq=False, slots=True)
 class _Call:
-    """One call of the model; it goes on when its client is gone, for the client's retry."""
+    """One call of the model; it goes on when its client is gone, for the client's retry.
 
-    task: asyncio.Task[tuple[bytes, str, Callable[[bool], None]]]  # body, type, commit
-    clients: list[web.Request] = field(default_factory=list)
-    settled: bool = False
+    Of one that is settled only the answer is kept, for a retry too: each client's request holds its body, which is the
+    whole history, and a garbage collection looks at all that a task holds.
+    """
+
+    task: asyncio.Task[tuple[bytes, str, Callable[[bool], None]]] | None  # body, type, commit
+    clients: tuple[web.Request, ...] = ()
+    answer: tuple[bytes, str] | None = None  # of a settled one: body, type
+
+    @property
+    def settled(self) -> bool:
+        """True once it was told what became of the answer."""
+        return self.task is None
 
     @property
     def is_abandoned(self) -> bool:
@@ -63,9 +72,9 @@ class _Call:
     def settle(self, delivered: bool) -> None:
         """Tell once what became of the answer."""
         if not self.settled:
-            self.settled = True
-            self.task.result()[2](delivered)
-            self.clients.clear()  # each holds its body: the whole history, once a call
+            body, kind, commit = self.task.result()
+            self.task, self.answer, self.clients = None, (body, kind), ()
+            commit(delivered)
 
 
 @dataclass(eq=False, slots=True)
@@ -155,7 +164,7 @@ class Door:
         while len(self._over) > _OVER_KEPT:
             del self._over[next(iter(self._over))]
         calls = [call for same in session.calls.values() for call in same]
-        running = [call.task for call in calls if not call.task.done()]
+        running = [call.task for call in calls if call.task and not call.task.done()]
         for task in running:
             task.cancel()
         try:
@@ -222,9 +231,10 @@ class Door:
         finally:
             if call is None:
                 session.slots.release()
-        call.clients.append(request)
+        if not call.settled:
+            call.clients += (request,)
         try:
-            body, kind, _ = await call.task
+            body, kind = call.answer or (await call.task)[:2]
         except asyncio.CancelledError:
             raise _session_over() from None
         response = web.Response(body=body, content_type=kind)

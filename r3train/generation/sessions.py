@@ -23,6 +23,7 @@ from functools import partial
 from typing import Any, Literal
 
 import numpy as np
+import orjson
 
 from r3train.chat import custody
 from r3train.chat.base import ChatAnswer, ChatRefused, ChatRequest, Message, Parsed, Read
@@ -62,14 +63,15 @@ class SessionSettings:
 class Chain:
     """One growing sample.
 
-    first_prompt: tokens of the request that it, or what it forked from, began with.  request: of its last call.
+    first_prompt: tokens of the request that it, or what it forked from, began with.  request: messages and tools of
+    its last call as JSON, in which a garbage collection has nothing to look at.
     """
 
     sample: RolloutSample
     begins: Literal["root", "fork"]
     first_prompt: int
     calls: list[Call] = field(default_factory=list)
-    request: ChatRequest | None = None
+    request: bytes = b""
     busy: bool = False
 
     @property
@@ -340,7 +342,8 @@ class Session:
             entry=custody.entry(sample, start),
             finish_reason=sample.finish_reason,
         )
-        chain.sample, chain.request = sample, place.request
+        chain.sample = sample
+        chain.request = orjson.dumps([list(place.request.messages), list(place.request.tools)])
         chain.calls.append(call)
         self.calls.append(call)
         self._ends.setdefault(_behind(place.prefix, answer), []).append(call)
@@ -381,7 +384,7 @@ class Session:
         """True where the template writes the last request of a chain otherwise than the chain's tokens say it."""
         own = chain.sample.token_ids[: chain.tip.start].tolist()
         try:
-            whole = self.settings.template.whole_text(chain.request.messages, chain.request.tools)
+            whole = self.settings.template.whole_text(*orjson.loads(chain.request))
         except ValueError:
             return True
         return whole != self.settings.decode(own)
