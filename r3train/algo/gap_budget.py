@@ -72,11 +72,15 @@ def gap_budget(
     rechecked: tuple[np.ndarray, np.ndarray] | None = None,
     canaries: CanaryLogProbs | None = None,
     replayed: bool = True,
+    flushed: bool = True,
 ) -> dict[str, float]:
     """Split a step's gap: ``gap/PART_k1`` and ``_k3``, and ``_mean`` and ``_p999`` of what was read; {} without a gap.
 
     metrics: the step's; rechecked: log-probs as they were delivered and as their servers computed them again,
-    float[N] each; replayed: with R3, which takes ``routing`` out of the gap.
+    float[N] each; replayed: with R3, which takes ``routing`` out of the gap; flushed: an update empties the servers' caches.
+
+    Where it does not, canaries have cache keys of their own for each version and show nothing: ``cache`` is then what
+    the step's tokens behind a cached prefix have more than equal weights explain, as far as there is a rest.
 
     Staleness is what tokens of older weights have more than others: than canaries and rechecks tell of equal
     weights, or without canaries than the step's own tokens of age 0.  Without either it is what rechecks leave.
@@ -94,10 +98,9 @@ def gap_budget(
     parts = _measured(rechecked, canaries)
     outside = {"routing": parts.pop("routing")} if replayed and "routing" in parts else {}
     parts = _without_shared(parts, youngest["k3"])
+    cached = metrics.get("train/loss_tokens_rows_cached", 0)
+    cached /= max(metrics.get("train/num_loss_tokens", 0), 1)
     if "cache" in parts:  # of the step's tokens only those behind a cached prefix have it
-        cached = metrics.get("train/loss_tokens_rows_cached", 0) / max(
-            metrics["train/num_loss_tokens"], 1
-        )
         parts["cache"] |= {stat: cached * parts["cache"][stat] for stat in ADDED}
     base = {stat: sum(gap[stat] for gap in parts.values()) for stat in ADDED}
     fresh = of_age[0] if canaries is None and 0 in of_age else base
@@ -107,6 +110,14 @@ def gap_budget(
         for stat in ADDED
     }
     parts["rest"] = {s: total[s] - base[s] - parts["staleness"][s] for s in ADDED}
+    behind = "train/log_prob_gap_{}_rows_cached"
+    if not flushed and behind.format("k3") in metrics:
+        more = {stat: cached * (metrics[behind.format(stat)] - base[stat]) for stat in ADDED}
+        own, rest = parts.setdefault("cache", dict.fromkeys(ADDED, 0.0)), parts["rest"]
+        part = min(max(rest["k3"] / more["k3"], 0.0), 1.0) if more["k3"] > 0 else 0.0
+        for stat in ADDED:
+            own[stat] += part * more[stat]
+            rest[stat] -= part * more[stat]
     return {
         f"gap/{name}_{stat}": gap[stat] for name, gap in (parts | outside).items() for stat in gap
     }

@@ -93,9 +93,13 @@ class StepProof:
         """Rank 0: split the gap of a step, which has ``metrics``, after ``judge`` if that is due."""
         rechecked, self._twice = self._twice, None
         reads = self.canaries.last_reads if self.canaries is not None else []
-        replayed = self.config.replay.use_rollout_routing_replay
-        canaries = canary_log_probs(reads) if reads else None
-        return gap_budget(metrics, rechecked=rechecked, canaries=canaries, replayed=replayed)
+        return gap_budget(
+            metrics,
+            rechecked=rechecked,
+            canaries=canary_log_probs(reads) if reads else None,
+            replayed=self.config.replay.use_rollout_routing_replay,
+            flushed=self.config.rollout.flush_cache_on_update,
+        )
 
     def _custody(self, rollout_id: int, prepared: Prepared | None) -> list[CustodyRecord]:
         """Rank 0: what the custody of the step's sessions is judged by."""

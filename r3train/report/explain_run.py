@@ -37,8 +37,8 @@ _ABOUT = {
     ),
     "rest": (
         "what no part explains",
-        "--pause-generation-mode abort (a resumed sample keeps rows of older weights),"
-        " --no-flush-cache-on-update (so does a cached prefix); --r3-audit-share measures more tokens",
+        "--pause-generation-mode abort (a resumed sample keeps rows of older weights);"
+        " --r3-audit-share measures more tokens",
     ),
 }
 

@@ -138,3 +138,22 @@ def test_a_cache_counts_by_the_tokens_that_stand_behind_it():
     assert budget["gap/cache_k1"] == pytest.approx(-0.05)
     assert budget["gap/cache_p999"] == pytest.approx(0.1)
     assert budget["gap/kernels_k3"] == 0 and budget["gap/rest_k1"] == pytest.approx(0.05)
+
+
+def test_without_a_flush_the_cache_is_what_tokens_behind_a_cached_prefix_have_more():
+    """As a job had it at staleness 0: canaries, whose cache keys are of one version, saw nothing."""
+    metrics = {"train/num_loss_tokens": 100, "train/loss_tokens_rows_cached": 75}
+    metrics |= {"train/log_prob_gap_k1": 0.03, "train/log_prob_gap_k3": 0.006}
+    behind = {"train/log_prob_gap_k1_rows_cached": 0.04, "train/log_prob_gap_k3_rows_cached": 0.008}
+    same = np.array([-1.0, -2.0])
+    read = CanaryLogProbs(server=same, actor=same, early=same, warm=same)
+    budget = gap_budget(metrics | behind, canaries=read, flushed=False)
+    assert budget["gap/cache_k3"] == pytest.approx(0.006)
+    assert budget["gap/cache_k1"] == pytest.approx(0.03)
+    assert budget["gap/rest_k3"] == pytest.approx(0, abs=1e-12)
+    # only as far as there is a rest: the other tokens have a gap of another cause
+    less = gap_budget(metrics | behind | {"train/log_prob_gap_k3": 0.003}, flushed=False)
+    assert less["gap/cache_k3"] == pytest.approx(0.003) and less["gap/rest_k3"] == 0
+    # with a flush nothing of it is the cache's
+    flushed = gap_budget(metrics | behind, canaries=read)
+    assert flushed["gap/cache_k3"] == 0 and flushed["gap/rest_k3"] == 0.006
