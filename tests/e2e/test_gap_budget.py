@@ -43,3 +43,22 @@ def test_the_parts_add_up_to_the_gap_and_older_weights_are_what_dominates(
     assert result.exit_code == 0, result.output
     if staleness:
         assert "staleness dominates" in result.output
+
+
+@pytest.mark.slow
+def test_what_a_cache_that_is_not_flushed_adds_lands_on_the_cache(tmp_path, tiny_flags, engine):
+    """At staleness 0 nothing else in float32 is above rounding; canaries have cache keys of one version each."""
+    job = jobs.run(
+        tmp_path / "run",
+        *tiny_flags,
+        *jobs.R3_FLAGS,
+        *("--num-rollout", "5", "--rollout-external-engine-addrs", engine),
+        *("--max-weight-staleness", "0", "--no-flush-cache-on-update"),
+    )
+    assert job.code == 0, job.output
+    *_, last = job.metrics()
+    assert last["train/log_prob_gap_k3"] > 1e-8 and last["rows/cached"] > 0
+    assert last["gap/cache_k3"] > 0.9 * last["train/log_prob_gap_k3"]
+    assert abs(last["gap/rest_k3"]) < 0.1 * last["train/log_prob_gap_k3"]
+    result = CliRunner().invoke(main, ["explain", str(job.run_dir)])
+    assert "cache dominates" in result.output, result.output
