@@ -134,7 +134,7 @@ def test_sessions_go_on_over_weight_updates_in_every_mode(mode):
 
 
 def test_a_call_that_was_retracted_is_asked_for_again_and_the_agent_does_not_see_it():
-    engine = engine_of(retracted=lambda n: n % 5 == 2)
+    engine = engine_of(retracted=lambda n: n in (2, 9))  # three of one call would end the run
     with producer_of(engine, three_turns_and_a_fork) as producer:
         samples = [s for group in producer.next_batch(0) for s, _ in group]
         assert producer.stats()["retracted_answers"] > 0
