@@ -91,6 +91,7 @@ ONE = STEPS | {"global_batch_size": 8}
         (STEPS | {"reuse_log_probs": "off"}, False),
         (ONE | {"reuse_log_probs": "off"}, False),
         (ONE | {"kl_coef": 0.1}, False),
+        (ONE | {"use_routing_replay": True}, False),
         (ONE | {"ci_test": True}, False),
         (ONE | {"ci_test": True, "reuse_log_probs": "on"}, True),
         (ONE | {"ci_test": True, "kl_loss_coef": 0.1}, True),

@@ -62,6 +62,7 @@ NOT_THE_MODELS = f"""
     | expert_model_parallel_size=3 | 8 experts do not divide by expert_model_parallel_size 3
     {DENSE} | expert_model_parallel_size=2 | qwen3 has no experts: expert_model_parallel_size must be 1, got 2
     {DENSE} | use_rollout_routing_replay=true | model is qwen3 without experts
+    {DENSE} | use_routing_replay=true | --use-routing-replay needs a mixture-of-experts model
     {DENSE} | freeze_moe_router=true | qwen3 without experts: no router to freeze
     num_experts_per_tok=9 | | num_experts_per_tok 9 exceeds
     tie_word_embeddings=true | | tie_word_embeddings is true, expected false
