@@ -118,7 +118,6 @@ class Door:
 
     async def _listening(self) -> web.AppRunner:
         app = web.Application(client_max_size=_BODY_BYTES)
-        app.on_response_prepare.append(_closes_the_connection)
         app.router.add_post("/v1/chat/completions", partial(self._guarded, openai, self._chat))
         app.router.add_post("/v1/messages", partial(self._guarded, anthropic, self._chat))
         app.router.add_get("/v1/models", partial(self._guarded, openai, self._models))
@@ -290,17 +289,6 @@ class Door:
             f"{request.method} {request.path[:200]}: there is POST /v1/chat/completions, POST /v1/messages"
             " and GET /v1/models",
         )
-
-
-async def _closes_the_connection(request: web.Request, response: web.StreamResponse) -> None:
-    """Let each request have a connection of its own.
-
-    A client that an agent left unclosed would hold one until garbage collection, possibly in another thread, closes
-    the socket and only then has the agents' loop forget its number, which may be another session's by then: that
-    one waits for ever.
-    """
-    response.headers["Connection"] = "close"
-    response.force_close()
 
 
 async def _answered(

@@ -64,8 +64,10 @@ def of_ranks() -> None:
     import torch
     from megatron.core.transformer.moe.router import TopKRouter
 
+    from r3train.generation.environment_loop import let_collected_transports_end
     from r3train.trainer.megatron import auxiliary_losses, checkpoint, replay, rotary
 
+    let_collected_transports_end()
     rotary.install()
     router = TopKRouter.__new__(TopKRouter)
     torch.nn.Module.__init__(router)

@@ -6,9 +6,12 @@ import asyncio
 import contextlib
 import inspect
 import threading
+import warnings
+from asyncio import selector_events
 from collections.abc import Callable
 from typing import Any
 
+from r3train.patches import patch
 from r3train.user_code import quoted
 from r3train.user_frames import place
 
@@ -25,6 +28,7 @@ class EnvironmentLoop:
         self._limit = limit
         self._loop = asyncio.new_event_loop()
         self._begun = 0  # calls, so far
+        let_collected_transports_end()
         threading.Thread(target=self._loop.run_forever, name="environments", daemon=True).start()
 
     async def ask(self, call: Callable[[], Any], what: str, limit_s: float) -> Any:
@@ -85,6 +89,30 @@ class EnvironmentLoop:
         """The name of the call that the loop is in; "" between calls."""
         running = asyncio.current_task(self._loop)
         return running.get_name() if running is not None else ""
+
+
+def let_collected_transports_end() -> None:
+    """Have a transport that garbage collection takes leave the loop alone from then on.
+
+    Its socket closes there, and another connection may have the number at once.  A client that user code left
+    open is collected with it and closes it later, in whichever loop the collector ran: asyncio would then stop
+    watching the number, and the other connection wait for ever.
+    """
+    patch(
+        selector_events._SelectorTransport,
+        "__del__",
+        _collected,
+        expects="(self, _warn=<built-in function warn>)",
+        why="a client that user code left open would end the waiting of another's connection when it is collected",
+    )
+
+
+def _collected(self: Any, _warn: Callable[..., None] = warnings.warn) -> None:
+    if self._sock is not None:
+        _warn(f"unclosed transport {self!r}", ResourceWarning, source=self)
+        self._closing = True
+        self._conn_lost += 1
+        self._sock.close()
 
 
 async def _outcome(call: Callable[[], Any], what: str) -> tuple[Any, BaseException | None]:

@@ -35,7 +35,7 @@ def first_word_is_a_call(text: str, tools: Sequence[dict[str, Any]]) -> Parsed:
 
 async def run(task: AgentTask, step: int = 1) -> float:
     """Reward: the share of answers' words that are the first one's, so that it varies."""
-    client = AsyncOpenAI(base_url=task.base_url, api_key=task.key, max_retries=0)
+    client = _client(task)
     messages: list[dict[str, Any]] = [{"role": "user", "content": task.prompt}]
     words: list[str] = []
     number, most = next(_numbers), int(os.environ.get(TOKENS, 6))
@@ -57,6 +57,11 @@ async def run(task: AgentTask, step: int = 1) -> float:
     return words.count(words[0]) / len(words) if words else 0.0
 
 
+def _client(task: AgentTask) -> AsyncOpenAI:
+    """A client that nobody closes; on a busy machine the SDK's 5 s are too few to connect in."""
+    return AsyncOpenAI(base_url=task.base_url, api_key=task.key, max_retries=0, timeout=300)
+
+
 def _has_line(file: Path) -> bool:
     return file.exists() and b"\n" in file.read_bytes()
 
@@ -64,7 +69,7 @@ def _has_line(file: Path) -> bool:
 async def branching(task: AgentTask, step: int = 1) -> float:
     """As ``run``; then two requests at once behind the first answer, and a history that was rewritten."""
     reward = await run(task, step)
-    client = AsyncOpenAI(base_url=task.base_url, api_key=task.key, max_retries=0)
+    client = _client(task)
 
     async def ask(*messages: dict[str, Any]) -> dict[str, Any]:
         answer = await client.chat.completions.create(model="r3", messages=messages, max_tokens=4)
