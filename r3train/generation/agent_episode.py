@@ -128,7 +128,8 @@ class AgentEpisode:
             await agents.door.close(access.key)
             if broken.done():
                 broken.exception()  # seen
-        samples = session.samples()
+        # rows are joined and texts compared: a second, with many long samples
+        samples = await asyncio.to_thread(session.samples)
         if failure is None and not samples:
             failure = "it never called the model"
         if not self.evaluates:

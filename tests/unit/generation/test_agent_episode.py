@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from dataclasses import dataclass
 
 import pytest
@@ -13,6 +14,7 @@ from r3train.config.agent_settings import AgentSection
 from r3train.engine.backend import EngineError, SamplingParams
 from r3train.generation.agent_episode import AgentEpisode, Agents
 from r3train.generation.episode import EpisodeDropped
+from r3train.generation.sessions import Session
 
 
 @dataclass
@@ -208,3 +210,26 @@ def test_a_cancelled_rollout_ends_its_agent_and_its_session():
 
     asyncio.run(cancel_it())
     assert ended == [True] and made.door.open_keys == set()
+
+
+def test_the_loop_answers_while_a_session_becomes_samples(monkeypatch):
+    """Rows of many long samples take long to join."""
+    joined, samples = threading.Event(), Session.samples
+
+    def slow(session):
+        assert joined.wait(20), "the loop stood still"
+        return samples(session)
+
+    monkeypatch.setattr(Session, "samples", slow)
+    made = play(answers)
+
+    async def go() -> None:
+        episode = AgentEpisode(made.agents)
+        running = asyncio.create_task(
+            episode(made.engine, PROMPT, sampling=SamplingParams(50), sample_id=0)
+        )
+        await asyncio.sleep(0.1)
+        joined.set()
+        assert len((await running)[0]) == 1
+
+    asyncio.run(go())
