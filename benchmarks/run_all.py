@@ -42,11 +42,12 @@ BENCHMARKS: dict[str, list[str]] = {
     "start_up": ["--rounds", "2"],
     "against_trl": ["--rounds", "2"],
     "job_growth": ["--rounds", "2", "--run-steps", "20"],
+    "agent_endpoint": ["--rounds", "5"],
     "agreement": ["--seeds", "3"],
 }
 # it times nothing, and runs beside those that measure CPU time of one thread
 UNTIMED = "agreement"
-CPU_TIME = {"route_path", "growth", "replay_overhead", "replay_growth"}
+CPU_TIME = {"route_path", "growth", "replay_overhead", "replay_growth", "agent_endpoint"}
 QUICK = {
     "growth": ["--rounds", "2"],
     "replay_overhead": ["--rounds", "2", "--tokens", "128"],
@@ -57,6 +58,17 @@ QUICK = {
     "start_up": ["--rounds", "1"],
     "against_trl": ["--rounds", "1", "--steps", "5", "--shape", "demo"],
     "job_growth": ["--rounds", "1", "--steps", "5", "--run-steps", "3"],
+    "agent_endpoint": [
+        "--rounds",
+        "1",
+        "--sessions",
+        "2",
+        "--turns",
+        "2",
+        "4",
+        "--memory-sessions",
+        "2",
+    ],
     "agreement": ["--seeds", "1"],
 }
 TIMEOUT_S = 1200
