@@ -24,7 +24,7 @@ _OVERLAPPED = 1.155
 
 @dataclass(frozen=True)
 class Assumed:
-    """What the table rests on; rates in bytes, operations and seconds."""
+    """The assumptions of the table: rates in bytes and operations a second."""
 
     samples: int = 256
     mean_tokens: int = 4096  # answers are uniform in length, up to twice the mean
