@@ -14,7 +14,7 @@ from tests.unit.generation.session_play import assert_sound, Play
 
 from r3train.agents.command import run_command
 from r3train.audit.audit_run import audit_run
-from r3train.audit.findings import CLAIMS, CUSTODY
+from r3train.audit.findings import CLAIMS, CUSTODY, SERVED
 from r3train.chat.base import AgentFailed, ChatRefused
 from r3train.verify.tiny import TinyOptions, build
 
@@ -186,4 +186,4 @@ def test_a_job_trains_an_unmodified_harness_with_every_verdict_passed(python, ti
     if name == "with_openai_agents":
         assert begins == {("root",)}, "it only appends"
     audit = audit_run(job.run_dir)
-    assert audit.claims == dict.fromkeys((*CLAIMS, CUSTODY), "passed"), audit.findings
+    assert audit.claims == dict.fromkeys((*CLAIMS, SERVED, CUSTODY), "passed"), audit.findings
