@@ -101,7 +101,11 @@ def start(command: list[str], output: Path, **options: bool) -> psutil.Popen:
 
 
 # metrics of the engine's own log-probs
-OF_THE_GAP = ("log_prob_gap", "train/ess", "train/chi2", "train/ppl_rollout", "train/ppl_ratio")
+# and what a server found in its cache, which follows its batches
+OF_THE_GAP = (
+    *("log_prob_gap", "train/ess", "train/chi2", "train/ppl_rollout", "train/ppl_ratio"),
+    "train/loss_tokens_rows_",
+)
 
 
 def same_numbers(one: list[dict], other: list[dict], *, but: tuple[str, ...] = ()) -> None:
