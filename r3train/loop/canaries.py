@@ -41,6 +41,7 @@ from r3train.loop.fleet import RankZero
 from r3train.loop.prepare import build_microbatches, deal_samples
 from r3train.proof.judge import Served, StepTotals
 from r3train.proof.served_verdict import (
+    Before,
     CanaryNoise,
     compare_servers,
     difference,
@@ -94,6 +95,7 @@ class Canaries:
         self._texts: list[np.ndarray] = []
         self._cached: list[int] = []  # tokens of each text's second reading, at the start
         self._noise: CanaryNoise | None = None
+        self._before: Before | None = None  # of the last version that passed
         self._first: dict[int, ServerRead] = {}  # at the start, by server
         self._last: dict[int, ServerRead] = {}
         self._live: dict[int, list[np.ndarray]] = {}  # the actor by its own routers, by server
@@ -266,6 +268,7 @@ class Canaries:
                     cached=self._cached,
                     router=router[server],
                     noise=self._noise,
+                    before=self._before or Before.of(self._noise),
                     moe_layers=self.hf.moe_layer_numbers,
                     num_experts=self.hf.num_experts,
                     vocab_size=self.hf.vocab_size,
@@ -277,6 +280,8 @@ class Canaries:
             del self._records[old]
         self.evidence.write_served(records)
         verdict = judge_served(records)
+        if not verdict.failures:
+            self._before = Before.of(self._noise, records)
         for text in verdict.failures[1:]:
             logger.error("%s", text)
         if verdict.inconclusive:
@@ -391,6 +396,7 @@ class Canaries:
             "version": server.version,
             "server": server.server,
             "noise": asdict(self._noise),
+            "before": asdict(self._before or Before.of(self._noise)),
         }
         (directory / CANARY_FILE).write_bytes(
             save(tensors, {"format": _FORMAT, "facts": json.dumps(facts)})
@@ -410,6 +416,7 @@ class Canaries:
             facts = json.loads(header["__metadata__"]["facts"])
             self._cached = msgspec.convert(facts["cached"], list[int])
             self._noise = msgspec.convert(facts["noise"], CanaryNoise)
+            self._before = msgspec.convert(facts["before"], Before)
             numbers = range(len(self._cached))
             self._texts = [tensors[f"text.{i}"] for i in numbers]
 

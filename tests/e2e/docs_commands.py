@@ -99,7 +99,7 @@ RULES = (
         r"|PYTHONPATH=examples/agents r3train train .*--agent with_openai",
         Kind.ELSEWHERE,
         "have a test of the whole way",
-        "tests/e2e/test_agents_learn.py::test_the_agent_of_the_page_learns_with_every_verdict_passed",
+        "tests/e2e/test_agents_learn.py::test_the_agent_of_the_page_learns_through_updates_retractions_and_a_killed_server",
     ),
     Rule(
         r"python -m venv \.venv-agents|\.venv-agents/bin/pip |PYTHONPATH=examples/agents r3train .*--agent-command",

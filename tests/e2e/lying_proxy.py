@@ -339,9 +339,6 @@ HARMLESS: dict[str, Callable[[Answer], web.Response]] = {
     "wrong_type": lambda answer: web.Response(
         body=json.dumps(answer).encode(), content_type="image/png"
     ),
-    "cached_tokens": lambda answer: web.json_response(
-        answer | {"meta_info": answer["meta_info"] | {"cached_tokens": -7}}
-    ),
     "status_201": lambda answer: web.json_response(answer, status=201),
     "in_spaces": lambda answer: web.Response(body=b" \n" + json.dumps(answer).encode() + b"\n "),
 }

@@ -17,6 +17,7 @@ from r3train.proof.judge import (
 )
 from r3train.proof.recheck_verdict import judge_recheck, Noise, RecheckRecord
 from r3train.proof.served_verdict import (
+    Before,
     CanaryNoise,
     Coverage,
     Difference,
@@ -130,6 +131,7 @@ def canaries(step: int, server: int = 0, **changes) -> ServedRecord:
         rows_left=0,
         coverage=Coverage(24, 24, 200, 256),
         noise=CanaryNoise(none, none, 4e-7, 3e-6, 0.0, 0.0, 16000, 0),
+        before=Before(4e-7, 3e-6, 16000, 0),
     )
     return ServedRecord(**{**values, **changes})
 

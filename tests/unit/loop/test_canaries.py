@@ -214,7 +214,7 @@ def test_a_fault_ends_the_run_at_its_update_and_is_named(run, test, how):
         noise = run.canaries._noise
         # what the actor is compared with allows anything but what the test is about
         wide = dict(gap_mean=0.05, gap_max=9.0) if test == "ROUTER" else dict(rows_left=noise.rows)
-        run.canaries._noise = replace(noise, **wide)
+        run.canaries._noise, run.canaries._before = replace(noise, **wide), None
     with pytest.raises(NotServed, match=f"^not served: {test}: server ") as error:
         run.update(2, **how)
     assert error.value.version == 2 and error.value.metrics["served/passed"] is False

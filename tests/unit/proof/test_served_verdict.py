@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from r3train.proof.served_verdict import (
+    Before,
     CanaryNoise,
     compare_servers,
     Difference,
@@ -53,7 +54,9 @@ def read(version: int = 7, server: int = 0, seed: int = 7, of=None, actor=None) 
     return ServerRead(version, server, of, actor or [r.whole.log_probs for r in of])
 
 
-def record(now=None, earlier=None, twins=(), noise=EXACT, router=(952, 0)) -> ServedRecord:
+def record(
+    now=None, earlier=None, twins=(), noise=EXACT, router=(952, 0), before=None
+) -> ServedRecord:
     return compare_servers(
         now or read(),
         [read(6, seed=6)] if earlier is None else earlier,
@@ -62,6 +65,7 @@ def record(now=None, earlier=None, twins=(), noise=EXACT, router=(952, 0)) -> Se
         cached=[HALF] * 4,
         router=router,
         noise=noise,
+        before=before or Before.of(noise),
         moe_layers=LAYERS,
         num_experts=EXPERTS,
         vocab_size=VOCAB,
@@ -243,3 +247,22 @@ def test_a_record_survives_its_line():
     one = record(twins=[read(server=1)])
     line = msgspec.json.encode(one)
     assert msgspec.json.decode(line, type=ServedRecord) == one
+
+
+def test_BOUND_and_ROUTER_follow_a_model_whose_rounding_grows_and_fail_where_an_update_adds_as_much():
+    before = Before.of(EXACT)
+    for step in range(8):
+        off = 4e-7 * 1.4**step
+        actor = [r.whole.log_probs + np.float32(0) for r in readings(7)]
+        of = record(read(actor=actor), before=before, router=(952, 2 * step))
+        of = replace(of, gap_mean=off, gap_max=4 * off)
+        assert test_of(of) == "", step
+        before = Before.of(EXACT, [of])
+    assert before.gap_mean > 4 * EXACT.gap_mean
+    assert test_of(replace(of, gap_mean=1.7 * before.gap_mean, before=before)) == "BOUND"
+    assert test_of(replace(of, gap_max=4.1 * before.gap_max, before=before)) == "BOUND"
+    assert test_of(replace(of, rows_left=300, before=before)) == "ROUTER"
+    # the start counts where it was more
+    assert Before.of(EXACT, [replace(of, gap_mean=0.0, gap_max=0.0, rows_left=0)]) == Before.of(
+        EXACT
+    )
