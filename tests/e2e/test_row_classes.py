@@ -127,6 +127,7 @@ def test_a_job_counts_rows_from_the_cache_as_the_texts_before_tell(tmp_path, tin
     assert audit_run(job.run_dir).verdict == "passed"
 
 
+@pytest.mark.slow  # whether an update finds a sample in flight follows the machine; test_updates_in_flight has a job where it must
 def test_a_job_counts_rows_that_were_prefilled_again_after_updates(tmp_path, tiny_flags, engine):
     """The row at which newer weights went on, once for every update that a sample spans; every class occurs."""
     job = jobs.run(
