@@ -1,6 +1,6 @@
 """The seconds of a Qwen3-30B-A3B step on 8 and on 16 H100s, part by part, from stated assumptions.
 
-    python -m benchmarks.step_on_paper [--write-docs]
+    python -m benchmarks.step_estimate [--write-docs]
 
 Nothing of it was measured on a GPU.  ``--write-docs`` puts the table into docs/gpu.md, between its two marks.
 """
@@ -15,8 +15,8 @@ from benchmarks.scale_costs import Model
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/gpu.md"
 MARKS = (
-    "<!-- this table is written by: python -m benchmarks.step_on_paper --write-docs; do not edit -->",
-    "<!-- end of the step on paper -->",
+    "<!-- this table is written by: python -m benchmarks.step_estimate --write-docs; do not edit -->",
+    "<!-- end of the estimated step -->",
 )
 # decoding with overlapped scheduling against without (SGLang #23854: this model, TP 4, H200, with routes)
 _OVERLAPPED = 1.155

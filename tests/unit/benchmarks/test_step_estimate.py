@@ -1,4 +1,4 @@
-"""The step on paper: the page is what the script computes, and each part follows its assumption."""
+"""The estimated step: the page is what the script computes, and each part follows its assumption."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.step_on_paper import COLOCATED, PAGE, TWO_NODES, Assumed, parts, step_s, written
+from benchmarks.step_estimate import COLOCATED, PAGE, TWO_NODES, Assumed, parts, step_s, written
 
 
 def test_the_page_has_what_the_script_computes():
@@ -15,7 +15,7 @@ def test_the_page_has_what_the_script_computes():
 
 
 def test_other_assumptions_would_change_the_page(monkeypatch):
-    monkeypatch.setattr("benchmarks.step_on_paper.Assumed", lambda **k: Assumed(samples=128, **k))
+    monkeypatch.setattr("benchmarks.step_estimate.Assumed", lambda **k: Assumed(samples=128, **k))
     page = PAGE.read_text()
     assert written(page) != page
 
