@@ -83,7 +83,7 @@ class CanaryNoise:
 
 @dataclass(frozen=True, slots=True)
 class Before:
-    """What servers and actor differed by under the version before, or at the start where that was more.
+    """The difference of servers and actor under the version before, or at the start where that was more.
 
     Rounding grows with the weights of a model that learns, slowly; a fault comes with one update.
     """
