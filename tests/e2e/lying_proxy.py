@@ -398,19 +398,11 @@ class _Liar:
         self, request: web.Request, asked: dict[str, Any], truth: Answer, kind: str | None
     ) -> web.StreamResponse:
         before, self._last = self._last, truth
-        if kind is not None and self._owed:
+        answer = None
+        if kind is not None:
             self._owed.append(kind)
-            kind = self._owed.pop(0)
-        answer = copy.deepcopy(truth)
-        if kind == "duplicate":
-            answer = before
-        elif kind == "swap":
-            answer = await self._swapped(truth)
-        elif kind in LIES and LIES[kind](answer) is False:
-            answer = None
-        if answer is None:
-            self._owed.append(kind)
-            kind, answer = None, truth
+            kind, answer = await self._first_owed(before, truth)
+        answer = truth if answer is None else answer
         self._record.told.append((asked, truth, kind))
         raw_answer = json.dumps(answer).encode()
         if kind in RAW:
@@ -420,6 +412,25 @@ class _Liar:
         if kind == SLOW:
             return await self._slowly(request, raw_answer)
         return web.Response(body=raw_answer, content_type="application/json")
+
+    async def _first_owed(
+        self, before: Answer | None, truth: Answer
+    ) -> tuple[str | None, Answer | None]:
+        """The first owed lie that this answer allows, and the answer with it."""
+        for _ in range(len(self._owed)):
+            if not self._owed:  # others told them, while this one waited to be swapped
+                break
+            kind, answer = self._owed.pop(0), copy.deepcopy(truth)
+            if kind == "duplicate":
+                answer = before
+            elif kind == "swap":
+                answer = await self._swapped(truth)
+            elif kind in LIES and LIES[kind](answer) is False:
+                answer = None
+            if answer is not None:
+                return kind, answer
+            self._owed.append(kind)
+        return None, None
 
     async def _swapped(self, truth: Answer) -> Answer | None:
         """The answer of another request that is to be swapped too; None if none comes."""
