@@ -280,10 +280,13 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class CanaryReadings:
-    """One canary on one server after an update, read three times in this order."""
+    """One canary on one server after an update, read in this order.
 
-    early: Reading  # from the middle on; nothing of it can be cached
-    warm: Reading  # the same again, on the cached first half
+    early and warm are None for canaries of which the cache's halves are not read.
+    """
+
+    early: Reading | None  # from the middle on; nothing of it can be cached
+    warm: Reading | None  # the same again, on the cached first half
     whole: Reading  # from the first token on, without the cache: what the actor is compared with
 
 

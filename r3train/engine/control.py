@@ -494,15 +494,16 @@ class EngineControl:
         *,
         server: int,
         routes: RouteShape,
+        halves: bool,
         adapter: str | None = None,
     ) -> CanaryReadings:
-        """Let a server score a text three times: from its middle on, the same again, and from its first token.
+        """Let a server score a text from its first token on, after twice from its middle on with ``halves``.
 
         key: the cache key of this text alone, by which nothing else can fill or use the cache.
         """
         half = len(token_ids) // 2
         asked = (token_ids, key, server, routes, adapter)
-        early, warm = self._score(half, *asked), self._score(half, *asked)
+        early, warm = (self._score(half, *asked) if halves else None for _ in range(2))
         return CanaryReadings(early, warm, self._score(0, *asked))
 
     def _score(

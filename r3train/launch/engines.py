@@ -327,11 +327,17 @@ class Engines(RolloutFleet):
         return made
 
     def read_canaries(
-        self, texts: Sequence[np.ndarray], keys: Sequence[str], version: int, *, at_once: bool
+        self,
+        texts: Sequence[np.ndarray],
+        keys: Sequence[str],
+        version: int,
+        *,
+        halves: int,
+        at_once: bool,
     ) -> dict[int, list[CanaryReadings]]:
         """Let every server in use score texts, one after the other or all ``at_once``; {server: of each text}.
 
-        keys: the cache key of each text.  A server that does not hold ``version`` is not in use.
+        keys: the cache key of each text; halves: so many of the first texts are also read from the middle.  A server that does not hold ``version`` is not in use.
         """
         servers = self._versions.holders(version)
 
@@ -342,6 +348,7 @@ class Engines(RolloutFleet):
                 keys[i],
                 server=server,
                 routes=self._route_shape,
+                halves=i < halves,
                 adapter=self._newest_adapter,
             )
 

@@ -1,9 +1,9 @@
 """Canaries: fixed texts that every server and the actor score after every weight update (the claim *served*).
 
-At the start of a run 16 texts are made and read, with the weights that servers and actor begin with: this measures
+At the start of a run 8 texts are made and read, with the weights that servers and actor begin with: this measures
 the noise of sound readings.  The first few of them, of --r3-canaries tokens together, are the canaries.
 
-    update    rank 0: every server reads each canary three times, before a rollout is sent
+    update    rank 0: every server reads each canary, and one of them twice more for its cache, before a rollout is sent
               all ranks: one pass of the actor with the servers' experts, and its own choice next to them
               rank 0: the verdict, its evidence; all ranks end where it failed
 
@@ -59,8 +59,12 @@ logger = logging.getLogger(__name__)
 
 CANARY_FILE = "canaries.safetensors"  # of a checkpoint
 _FORMAT = "r3train-canaries-1"
-_NOISE_TEXTS = 16
-_FEWEST, _LONGEST = 4, 512  # canaries, and tokens of one
+_NOISE_TEXTS = 8
+_FEWEST, _LONGEST = 2, 512  # canaries, and tokens of one
+_HALVED = (
+    1  # of the canaries, by which EARLY and WARM try a server's cache: it is flushed as a whole
+)
+_LIVE_EVERY = 8  # versions: the actor by its own routers, a pass of its own that nothing judges
 _SPARE_TOKENS = 8  # of the context, for what servers keep back
 _PASS = "old_log_prob"
 
@@ -93,7 +97,7 @@ class Canaries:
 
     def __post_init__(self) -> None:
         self._texts: list[np.ndarray] = []
-        self._cached: list[int] = []  # tokens of each text's second reading, at the start
+        self._cached: list[int] = []  # tokens of each second reading, at the start
         self._noise: CanaryNoise | None = None
         self._before: Before | None = None  # of the last version that passed
         self._first: dict[int, ServerRead] = {}  # at the start, by server
@@ -122,17 +126,18 @@ class Canaries:
         with rank_zero_alone():
             if fleet is not None:
                 texts = fleet.canary_texts(max(_NOISE_TEXTS, self._count), self._longest)
-                reads = self._ask(texts, version)
-                again = self._ask(texts, version, batched=self.beside_generation, once_more=True)
+                halves, batched = len(texts), self.beside_generation
+                reads = self._ask(texts, version, halves=halves)
+                again = self._ask(texts, version, halves=halves, batched=batched, once_more=True)
         own, router = self._actor_reads(texts, reads, version)
         repeated, _ = self._actor_reads(texts, reads, version)
         # those of an update, in its pack: another one rounds otherwise, which would look like a move of the actor's
-        texts, of_kept = texts[: self._count], {s: of[: self._count] for s, of in reads.items()}
-        own_of_kept, router_of_kept = self._actor_reads(texts, of_kept, version)
+        texts, of_kept = texts[: self._count], {s: self._of_update(of) for s, of in reads.items()}
+        own_of_kept, router_of_kept = self._actor_reads(texts, of_kept, version, live=True)
         if fleet is not None:
             self._noise = self._measured(version, reads, again, own, repeated, router)
             self._texts = texts
-            self._cached = [r.warm.cached_tokens for r in next(iter(of_kept.values()))]
+            self._cached = [r.warm.cached_tokens for r in next(iter(of_kept.values()))[:_HALVED]]
             failed = self._judge(version, of_kept, own_of_kept, router_of_kept)
             self._first = dict(self._last)
             self._say_what_they_show(version)
@@ -165,6 +170,11 @@ class Canaries:
             rows=sum(rows for rows, _ in router.values()),
             rows_left=sum(left for _, left in router.values()),
         )
+
+    def _of_update(self, of: list[CanaryReadings]) -> list[CanaryReadings]:
+        """The readings of the start that updates repeat."""
+        kept = of[: self._count]
+        return [*kept[:_HALVED], *(CanaryReadings(None, None, r.whole) for r in kept[_HALVED:])]
 
     @property
     def _longest(self) -> int:
@@ -204,7 +214,7 @@ class Canaries:
         began = time.monotonic()
         reads = self._ask(self._texts, version)
         broadcast_json(True)
-        own, router = self._actor_reads(self._texts, reads, version)
+        own, router = self._actor_reads(self._texts, reads, version, live=_is_live(version))
         failed = self._judge(version, reads, own, router)
         metrics = served_metrics(self._records[version])
         metrics["perf/canaries_s"] = time.monotonic() - began
@@ -218,7 +228,7 @@ class Canaries:
     def join(self, version: int) -> None:
         """Other ranks: take part in rank 0's ``judge``, or its ``skip``."""
         if broadcast_json(None):
-            self._actor_reads([], {}, version)
+            self._actor_reads([], {}, version, live=_is_live(version))
             self._end_if("", version, {})
 
     def _ask(
@@ -226,10 +236,11 @@ class Canaries:
         texts: Sequence[np.ndarray],
         version: int,
         *,
+        halves: int = _HALVED,
         batched: bool = False,
         once_more: bool = False,
     ) -> dict[int, list[CanaryReadings]]:
-        """Rank 0: every server's readings.
+        """Rank 0: every server's readings, of so many of the first texts also from their middle on.
 
         Each text has a key of its own, the same under all versions where an update must flush the cache.
         once_more: under other keys, so that nothing is cached.
@@ -238,7 +249,9 @@ class Canaries:
         if not self.config.rollout.fresh_prefixes:
             name += f"-{version}"
         keys = [f"{name}-{i}" for i in range(len(texts))]
-        return self.rank_zero.engines.read_canaries(texts, keys, version, at_once=batched)
+        return self.rank_zero.engines.read_canaries(
+            texts, keys, version, halves=halves, at_once=batched
+        )
 
     def _judge(
         self,
@@ -297,10 +310,9 @@ class Canaries:
             raise NotServed(f"not served: {failed}", version, metrics)
 
     @property
-    def last_reads(self) -> list[tuple[ServerRead, list[np.ndarray]]]:
-        """Rank 0: what every server and the actor said last, and the actor by its own routers; [] after a resume."""
-        live = self._live
-        return [(r, live[s][: len(r.actor)]) for s, r in self._last.items() if s in live]
+    def last_reads(self) -> list[tuple[ServerRead, list[np.ndarray] | None]]:
+        """Rank 0: what every server and the actor said last, and the actor by its own routers if it was asked."""
+        return [(read, self._live.get(s)) for s, read in self._last.items()]
 
     def served(self, version: int) -> Served | None:
         """Rank 0: the verdict on a weight version."""
@@ -313,9 +325,12 @@ class Canaries:
         texts: Sequence[np.ndarray],
         reads: dict[int, list[CanaryReadings]],
         version: int,
+        *,
+        live: bool = False,
     ) -> tuple[dict[int, list[np.ndarray]], dict[int, tuple[int, int]]]:
         """Score the texts with the experts that each server chose; servers that chose alike share a pass's samples.
 
+        live: also by the actor's own routers, for the budget of the gap.
         Returns on rank 0, by server, float32[T] of each text (entry 0 is 0), and the rows of the actor with those
         whose own choice was another.
         """
@@ -326,17 +341,20 @@ class Canaries:
             )
         groups = list(sharing.values())
         own, router = {}, {}
+        self._live.clear()
         for i in range(broadcast_json(len(groups))):
             rows = [r.whole.rows for r in reads[groups[i][0]]] if groups else []
-            found, live, counts = self._pass(texts, rows, version)
+            found, by_own_routers, counts = self._pass(texts, rows, version, live)
             for server in groups[i] if groups else ():
-                own[server], router[server], self._live[server] = found, counts, live
+                own[server], router[server] = found, counts
+                if live:
+                    self._live[server] = by_own_routers
         return own, router
 
     def _pass(
-        self, texts: Sequence[np.ndarray], rows: Sequence[np.ndarray], version: int
+        self, texts: Sequence[np.ndarray], rows: Sequence[np.ndarray], version: int, live: bool
     ) -> tuple[list[np.ndarray], list[np.ndarray], tuple[int, int]]:
-        """Score the texts with these experts, and by the actor's own routers, for the budget of the gap."""
+        """Score the texts with these experts, and with ``live`` by the actor's own routers, else as zeros."""
         mine, microbatches = self.actor.topology, None
         if self.rank_zero is not None:
             samples = [
@@ -353,7 +371,9 @@ class Canaries:
         for call in self.actor.collect_evidence(version):
             counts.add(call)
         self.actor.collect_drift()  # of this pass: no metric
-        live = self.actor.compute_log_probs(slices, None, 1.0, routing="native")
+        found = [log_probs]
+        if live:
+            found.append(self.actor.compute_log_probs(slices, None, 1.0, routing="native"))
         firsts = np.concatenate([[0], np.cumsum(lengths)])
         out = torch.zeros(2, int(firsts[-1]), dtype=torch.float32)
         if mine.tp_rank == 0:
@@ -364,9 +384,9 @@ class Canaries:
                 text, position = split_uids(s.token_uids[real])
                 inner = position < np.asarray(lengths)[text] - 1
                 at = firsts[text[inner]] + position[inner] + 1
-                for of, own in zip(out, (log_probs, live)):
-                    found = own[s.microbatch_id].float().cpu()
-                    of[torch.from_numpy(at)] = found[torch.from_numpy(real[inner])]
+                for of, by_id in zip(out, found):
+                    own = by_id[s.microbatch_id].float().cpu()
+                    of[torch.from_numpy(at)] = own[torch.from_numpy(real[inner])]
         table = torch.from_numpy(counts.to_table([_PASS]))
         for part in (out, table):
             dist.all_reduce(part, group=host_group())
@@ -386,7 +406,7 @@ class Canaries:
         tensors = {f"text.{i}": text for i, text in enumerate(self._texts)}
         server = next(iter(self._first.values()))
         for i, (of, own) in enumerate(zip(server.readings, server.actor)):
-            for name in ("early", "warm", "whole"):
+            for name in ("early", "warm", "whole") if of.early is not None else ("whole",):
                 reading = getattr(of, name)
                 tensors[f"{name}.{i}.log_probs"] = reading.log_probs
                 tensors[f"{name}.{i}.rows"] = np.ascontiguousarray(reading.rows)
@@ -414,13 +434,15 @@ class Canaries:
             if (got := header["__metadata__"]["format"]) != _FORMAT:
                 raise ValueError(f"its format is {got!r}, expected {_FORMAT!r}")
             facts = json.loads(header["__metadata__"]["facts"])
-            self._cached = msgspec.convert(facts["cached"], list[int])
+            self._cached = msgspec.convert(facts["cached"], list[int])[:_HALVED]
             self._noise = msgspec.convert(facts["noise"], CanaryNoise)
             self._before = msgspec.convert(facts["before"], Before)
-            numbers = range(len(self._cached))
+            numbers = range(sum(name.startswith("text.") for name in tensors))
             self._texts = [tensors[f"text.{i}"] for i in numbers]
 
-            def reading(name: str, i: int) -> Reading:
+            def reading(name: str, i: int) -> Reading | None:
+                if name != "whole" and i >= len(self._cached):
+                    return None
                 log_probs, rows = tensors[f"{name}.{i}.log_probs"], tensors[f"{name}.{i}.rows"]
                 return Reading(log_probs, rows, self._cached[i] if name == "warm" else 0)
 
@@ -432,6 +454,11 @@ class Canaries:
             self._first = {facts["server"]: ServerRead(facts["version"], facts["server"], of, own)}
         except (OSError, SafetensorError, LookupError, TypeError, ValueError) as error:
             raise ValueError(f"{path}: not a whole file of canaries: {error}") from None
+
+
+def _is_live(version: int) -> bool:
+    """True if the actor also scores the canaries of a version by its own routers."""
+    return version % _LIVE_EVERY == 0
 
 
 def served_metrics(records: Sequence[ServedRecord]) -> dict[str, Any]:

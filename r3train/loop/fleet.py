@@ -58,7 +58,13 @@ class RolloutFleet:
         raise AssertionError("there is no server")
 
     def read_canaries(
-        self, texts: Sequence[np.ndarray], keys: Sequence[str], version: int, *, at_once: bool
+        self,
+        texts: Sequence[np.ndarray],
+        keys: Sequence[str],
+        version: int,
+        *,
+        halves: int,
+        at_once: bool,
     ) -> dict[int, list[CanaryReadings]]:
         """Let every server that holds ``version`` score texts, each with its cache key."""
         raise AssertionError("there is no server")

@@ -135,18 +135,20 @@ class StepProof:
         return records, rechecked.missed + len(rechecked.parts) - len(records)
 
 
-def canary_log_probs(reads: Sequence[tuple[ServerRead, list[np.ndarray]]]) -> CanaryLogProbs:
+def canary_log_probs(reads: Sequence[tuple[ServerRead, list[np.ndarray] | None]]) -> CanaryLogProbs:
     """Gather the log-probs of canaries as all servers and the actor said them; a text's first token has none.
 
-    reads: each with the actor's by its own routers.
+    reads: each with the actor's by its own routers, None where it was not asked.
     """
     readings = [reading for read, _ in reads for reading in read.readings]
+    halved = [reading for read, _ in reads for reading in read.halved]
+    live = [own[1:] for _, of in reads if of is not None for own in of]
     return CanaryLogProbs(
         server=np.concatenate([reading.whole.log_probs[1:] for reading in readings]),
         actor=np.concatenate([own[1:] for read, _ in reads for own in read.actor]),
-        live=np.concatenate([own[1:] for _, live in reads for own in live]),
-        early=np.concatenate([reading.early.log_probs[1:] for reading in readings]),
-        warm=np.concatenate([reading.warm.log_probs[1:] for reading in readings]),
+        live=np.concatenate(live) if live else None,
+        early=np.concatenate([reading.early.log_probs[1:] for reading in halved]),
+        warm=np.concatenate([reading.warm.log_probs[1:] for reading in halved]),
     )
 
 

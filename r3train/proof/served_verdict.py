@@ -64,7 +64,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class CanaryNoise:
-    """The differences of sound readings, measured on 16 texts at the start of the run."""
+    """The differences of sound readings, measured on 8 texts at the start of the run."""
 
     repeat: Difference  # the same reading again, as updates will ask for it
     warm: Difference  # on the cached half against without it
@@ -202,6 +202,11 @@ class ServerRead:
     readings: list[CanaryReadings]
     actor: list[np.ndarray]
 
+    @property
+    def halved(self) -> list[CanaryReadings]:
+        """The readings of texts that were also read from the middle on."""
+        return [reading for reading in self.readings if reading.early is not None]
+
     def gaps(self) -> np.ndarray:
         """float64[all tokens but each text's first]: |actor - server|."""
         pairs = zip(self.readings, self.actor, strict=True)
@@ -226,12 +231,13 @@ def compare_servers(
     """Compare what a server says with all that is known of the texts (int32[T] each).
 
     earlier: its readings under earlier versions; twins: other readings of this version.  cached: cached tokens of
-    each text's second reading at the start.  router: rows of the actor, and those whose own choice was another.
+    each second reading at the start.  router: rows of the actor, and those whose own choice was another.
     """
     gaps = now.gaps()
 
     def against(other: ServerRead, which: str) -> Difference:
-        pairs = zip(now.readings, other.readings, strict=True)
+        whole = which == "whole"
+        pairs = zip(*(r.readings if whole else r.halved for r in (now, other)), strict=True)
         return difference(((getattr(a, which), getattr(b, which)) for a, b in pairs), moe_layers)
 
     moved = [
@@ -244,13 +250,13 @@ def compare_servers(
         server=now.server,
         num_texts=len(texts),
         num_tokens=len(gaps),
-        early_cached=max(r.early.cached_tokens for r in now.readings),
-        warm_evicted=sum(r.warm.cached_tokens < c for r, c in zip(now.readings, cached)),
+        early_cached=max(r.early.cached_tokens for r in now.halved),
+        warm_evicted=sum(r.warm.cached_tokens < c for r, c in zip(now.halved, cached, strict=True)),
         warm_cached_rows=sum(
             int(_other_experts(r.early, r.warm, moe_layers)[: r.warm.cached_tokens].sum())
-            for r in now.readings
+            for r in now.halved
         ),
-        warm=difference(((r.early, r.warm) for r in now.readings), moe_layers),
+        warm=difference(((r.early, r.warm) for r in now.halved), moe_layers),
         earlier=[
             Earlier(
                 other.version,

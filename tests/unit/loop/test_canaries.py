@@ -104,14 +104,17 @@ class Fleet:
         random = np.random.default_rng(0)
         return [random.integers(0, 256, longest).astype(np.int32) for _ in range(count)]
 
-    def read_canaries(self, texts, keys, version, *, at_once):
-        self.asked.append((version, len(texts), at_once, keys[0]))
+    def read_canaries(self, texts, keys, version, *, halves, at_once):
+        self.asked.append((version, len(texts), at_once, keys[0], halves))
         assert len(set(keys)) == len(texts)
-        return {s: [self.read(s, *of) for of in zip(texts, keys)] for s in (0, 1)}
+        places = [(*of, i < halves) for i, of in enumerate(zip(texts, keys))]
+        return {s: [self.read(s, *place) for place in places] for s in (0, 1)}
 
-    def read(self, server, text, key):
+    def read(self, server, text, key, halved):
         half, old = len(text) // 2, self.cached[server].get(key)
         log_probs, rows = said(text, self.weights[server])
+        if not halved:
+            return CanaryReadings(None, None, Reading(log_probs, rows, 0))
         late = np.concatenate([[np.float32(0)], log_probs[half + 1 :]])
         self.cached[server][key] = True
         early = Reading(late, rows, half if old else 0)
@@ -163,17 +166,18 @@ def run(tmp_path, one_rank):
     return run
 
 
-def test_the_start_reads_16_texts_twice_and_updates_the_first_four(run):
+def test_the_start_reads_8_texts_twice_and_updates_the_first_two(run):
     assert run.canaries.ready and len(run.fleet.asked) == 2
-    assert [asked[:3] for asked in run.fleet.asked] == [(0, 16, False)] * 2
+    assert [asked[:3] for asked in run.fleet.asked] == [(0, 8, False)] * 2
     assert run.fleet.asked[0][3] != run.fleet.asked[1][3]
     run.canaries.begin(0)
     assert len(run.fleet.asked) == 2
     metrics = run.update(1)
     assert metrics["served/passed"] and metrics["served/gap_max"] == 0
-    assert run.fleet.asked[-1] == (1, 4, False, run.fleet.asked[0][3])
+    assert run.fleet.asked[-1] == (1, 2, False, run.fleet.asked[0][3], 1)
+    assert [asked[4] for asked in run.fleet.asked] == [8, 8, 1]
     (note,) = run.notes
-    assert "4 texts, 1024 tokens" in note and "100% of the (layer, expert) pairs" in note
+    assert "2 texts, 1008 tokens" in note and "100% of the (layer, expert) pairs" in note
     assert "repeat themselves bit by bit" in note
 
 
@@ -286,8 +290,8 @@ def test_a_large_budget_reads_more_texts(tmp_path, one_rank):
 
 def test_short_contexts_and_small_budgets_make_shorter_texts(tmp_path, one_rank):
     for settings, longest in (
-        ({}, 256),
-        ({"r3_canaries": 64}, 16),
+        ({}, 504),
+        ({"r3_canaries": 64}, 32),
         ({"r3_canaries": 16384}, 504),
         ({"max_tokens_per_gpu": 100}, 100),
         ({"rollout_max_context_len": 90}, 82),
