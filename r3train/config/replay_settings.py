@@ -91,9 +91,8 @@ class ReplaySection(Section):
     """With the check on: share of a rollout's samples, at least one, that their servers compute again,
     to compare rows and log-probs with those delivered; 0 is off."""
     r3_canaries: int = Field(default=1024, ge=0)
-    """With the check on: tokens of fixed texts, four at least, that every server and the actor score after
-    every weight update, before a rollout is sent; the run ends where they disagree (docs/r3.md).  0 is off, and so is
-    --colocate."""
+    """With the check on: tokens of fixed texts, two at least, that every server and the actor score after
+    every weight update, before a rollout is sent; the run ends where they disagree (docs/r3.md).  0 is off."""
     r3_keep_score_ratio: Annotated[
         float, requires("use_rollout_routing_replay: nothing is replayed")
     ] = Field(default=0.0, ge=0, le=1)
@@ -118,7 +117,10 @@ class ReplaySection(Section):
     several nodes, the address by which each node reaches the rendezvous."""
     plant_bug: Annotated[
         Literal[RouteBug, PublishBug] | None,
-        requires("check_weight_update_equal: nothing would notice the bug", when=_PUBLISH),
+        requires(
+            "check_weight_update_equal or canaries > 0: nothing would notice the bug",
+            when=_PUBLISH,
+        ),
         requires("use_rollout_routing_replay: there is no replay to spoil", when=_ROUTE),
         requires(
             "enable_r3_correctness_check or ci_test: nothing would notice the bug", when=_ROUTE
@@ -131,15 +133,10 @@ class ReplaySection(Section):
 
     @check
     def _canaries(self, run: RunConfig) -> Iterator[str]:
-        asked, default = self.r3_canaries, type(self).model_fields["r3_canaries"].default
+        asked = self.r3_canaries
         if 0 < asked < _FEWEST_CANARY_TOKENS:
             yield (
-                f"r3_canaries {asked} is below {_FEWEST_CANARY_TOKENS}: four texts of eight tokens; 0 is off"
-            )
-        if asked not in (0, default) and run.rollout.colocate:
-            yield (
-                f"r3_canaries {asked} cannot go with --colocate: servers and actor are never on the devices at"
-                " the same time"
+                f"r3_canaries {asked} is below {_FEWEST_CANARY_TOKENS}: two texts of sixteen tokens; 0 is off"
             )
 
     @check

@@ -143,15 +143,15 @@ class RunConfig(Section):
     def canaries(self) -> int:
         """r3_canaries; 0 with the check off, and where servers cannot say what the actor says.
 
-        That is without servers or actor, where the two are never on the devices at once, where servers compute in
-        another precision than the actor, and where one server has several replicas, of which any answers.
+        That is without servers or actor, where servers compute in another precision than the actor, and where one
+        server has several replicas, of which any answers.
         """
         servers = self.rollout.sglang
         dtype = self.model.dtype_name
         alike = servers.get("dtype") in (None, "auto", dtype) and not servers.get("quantization")
         alone = servers.get("dp_size") in (None, 1)
-        apart = not self.rollout.colocate and not self.checkpoint.debug_rollout_only
-        if not (self.r3_check_enabled and self.has_engines and alike and alone and apart):
+        trains = not self.checkpoint.debug_rollout_only
+        if not (self.r3_check_enabled and self.has_engines and alike and alone and trains):
             return 0
         return self.replay.r3_canaries
 

@@ -123,7 +123,8 @@ class AsyncLoop:
             return self._run(start_rollout_id)
         except NotServed as error:
             # with servers that went on nobody knows which answers in the buffer are theirs
-            if error.version > start_rollout_id and not self._canaries.beside_generation:
+            went_on = self._canaries.beside_generation or self._canaries.in_turns
+            if error.version > start_rollout_id and not went_on:
                 what = "a server does not compute what the actor computes"
                 self.run_state.save_failed(error.version, str(error), what)
             if self.rank_zero is None:
@@ -192,8 +193,15 @@ class AsyncLoop:
         self._turns.actor_onloads()
         if self.rank_zero is not None:
             self.rank_zero.display.train_update("training")
+        served = {}
+        if self._canaries is not None and self._canaries.in_turns:
+            try:
+                served = self._canaries.judge_turn(rollout_id)
+            except NotServed as error:
+                self._report(rollout_id, {**taken.metrics, **error.metrics})
+                raise
         trained = train_rollout(rollout_id, taken, self.config, self.actor, self._topologies)
-        metrics, verdict = {**taken.metrics, **trained.metrics}, None
+        metrics, verdict = {**taken.metrics, **served, **trained.metrics}, None
         if not trained.first_step_done:
             return trained, None, metrics
         if checked:

@@ -8,7 +8,8 @@ the noise of sound readings.  The first few of them, of --r3-canaries tokens tog
               rank 0: the verdict, its evidence; all ranks end where it failed
 
 With --pause-generation-mode in_place servers are paused during the update.  There canaries are read right after it, beside
-generation.
+generation.  With --colocate servers read them at the begin of their turn, and the actor and the verdict follow in its next turn,
+before it trains.
 """
 
 from __future__ import annotations
@@ -107,6 +108,11 @@ class Canaries:
         self._name = f"r3train-canary-{secrets.token_hex(4)}"
         # servers are paused during an update, and read canaries after it
         self.beside_generation = self.config.rollout.pause_generation_mode == "in_place"
+        self.in_turns = self.config.rollout.colocate
+        self._said: dict[int, list[CanaryReadings]] = {}  # rank 0: not judged yet
+        self._seconds = 0.0  # of servers, for these
+        # rank 0: texts, what servers said of them, and what they said again
+        self._begun: tuple[list[np.ndarray], *[dict[int, list[CanaryReadings]]] * 2] | None = None
         path = self.resumed and self.resumed / CANARY_FILE
         if path is not None and path.exists():
             self._read(path)
@@ -121,20 +127,27 @@ class Canaries:
         """
         if self.ready:
             return
-        fleet = self.rank_zero and self.rank_zero.engines
-        texts, reads, again, failed = [], {}, {}, ""
         with rank_zero_alone():
-            if fleet is not None:
+            if self.rank_zero is not None:
+                fleet = self.rank_zero.engines
                 texts = fleet.canary_texts(max(_NOISE_TEXTS, self._count), self._longest)
                 halves, batched = len(texts), self.beside_generation
                 reads = self._ask(texts, version, halves=halves)
                 again = self._ask(texts, version, halves=halves, batched=batched, once_more=True)
+                self._begun = texts, reads, again
+        if not self.in_turns:
+            self._measure(version)
+
+    def _measure(self, version: int) -> None:
+        """Let the actor score the texts of the start; raises NotServed."""
+        (texts, reads, again), failed = self._begun or ([], {}, {}), ""
+        self._begun = None
         own, router = self._actor_reads(texts, reads, version)
         repeated, _ = self._actor_reads(texts, reads, version)
         # those of an update, in its pack: another one rounds otherwise, which would look like a move of the actor's
         texts, of_kept = texts[: self._count], {s: self._of_update(of) for s, of in reads.items()}
         own_of_kept, router_of_kept = self._actor_reads(texts, of_kept, version, live=True)
-        if fleet is not None:
+        if self.rank_zero is not None:
             self._noise = self._measured(version, reads, again, own, repeated, router)
             self._texts = texts
             self._cached = [r.warm.cached_tokens for r in next(iter(of_kept.values()))[:_HALVED]]
@@ -211,13 +224,34 @@ class Canaries:
 
         The other ranks call ``join``.  Raises NotServed on all ranks.
         """
-        began = time.monotonic()
-        reads = self._ask(self._texts, version)
+        self.ask(version)
         broadcast_json(True)
-        own, router = self._actor_reads(self._texts, reads, version, live=_is_live(version))
-        failed = self._judge(version, reads, own, router)
-        metrics = served_metrics(self._records[version])
-        metrics["perf/canaries_s"] = time.monotonic() - began
+        return self._settle(version)
+
+    def ask(self, version: int) -> None:
+        """Rank 0: let all servers say the canaries."""
+        began = time.monotonic()
+        self._said = self._ask(self._texts, version)
+        self._seconds = time.monotonic() - began
+
+    def judge_turn(self, version: int) -> dict[str, Any]:
+        """With --colocate let the actor say what servers have said in their turn; returns metrics on rank 0.
+
+        A collective.  Raises NotServed on all ranks.
+        """
+        if not self.ready:
+            self._measure(version)
+            return {}
+        return self._settle(version) if broadcast_json(bool(self._said)) else {}
+
+    def _settle(self, version: int) -> dict[str, Any]:
+        began, failed, metrics = time.monotonic(), "", {}
+        said, self._said = self._said, {}
+        own, router = self._actor_reads(self._texts, said, version, live=_is_live(version))
+        if self.rank_zero is not None:
+            failed = self._judge(version, said, own, router)
+            metrics = served_metrics(self._records[version])
+            metrics["perf/canaries_s"] = self._seconds + time.monotonic() - began
         self._end_if(failed, version, metrics)
         return metrics
 
@@ -228,8 +262,7 @@ class Canaries:
     def join(self, version: int) -> None:
         """Other ranks: take part in rank 0's ``judge``, or its ``skip``."""
         if broadcast_json(None):
-            self._actor_reads([], {}, version, live=_is_live(version))
-            self._end_if("", version, {})
+            self._settle(version)
 
     def _ask(
         self,

@@ -74,7 +74,7 @@ class WeightUpdate:
         quiet: AbstractContextManager[None] = nullcontext()
         if self._source is not None and not self.config.serves_adapters:
             quiet = self.turns.quiet(self._source)
-        metrics, failure = self.turns.serve(lambda: self._send(weight_version, quiet))
+        metrics, failure = self._serve(weight_version, quiet)
         if self.recovery.needed(failure):
             metrics = self.revive(weight_version)
         self._servers_hold_base = self.turns.servers_keep_weights
@@ -100,11 +100,20 @@ class WeightUpdate:
                 self.stage.reconnect()
             self._servers_hold_base = False  # a new one has the checkpoint's
             # new servers have nothing in flight; waiting requests are sent afterwards
-            metrics, failure = self.turns.serve(lambda: self._send(weight_version, nullcontext()))
+            metrics, failure = self._serve(weight_version, nullcontext())
             if not self.recovery.needed(failure):
                 self._servers_hold_base = self.turns.servers_keep_weights
                 self.recovery.restored(weight_version)
                 return metrics
+
+    def _serve(self, weight_version: int, quiet: AbstractContextManager[None]) -> Sent:
+        """Begin the servers' turn with the weights of ``weight_version``."""
+
+        def ask() -> None:
+            if self.canaries is not None and self.canaries.ready:
+                self.canaries.ask(weight_version)
+
+        return self.turns.serve(lambda: self._send(weight_version, quiet), ask)
 
     def _send(self, weight_version: int, quiet: AbstractContextManager[None]) -> Sent:
         """Publish while nothing is generated: rank 0 sends; other ranks join gathers or send their stage's weights.
@@ -131,7 +140,9 @@ class WeightUpdate:
                     quietly.enter_context(quiet)
                 except Exception as error:  # noqa: BLE001 - the other ranks go on first
                     failure = error
-        canaries = self.canaries if self.canaries is not None and self.canaries.ready else None
+        canaries = self.canaries
+        if canaries is not None and (canaries.in_turns or not canaries.ready):
+            canaries = None
         if self.rank_zero is None:
             if self.stage is not None:
                 self.stage.send(weights, version=weight_version)

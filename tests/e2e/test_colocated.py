@@ -135,6 +135,8 @@ def test_a_colocated_job_takes_turns_resumes_and_learns_what_another_learns_from
     job = jobs.run(tmp_path / "run", *flags, "--num-rollout", "4", "--dump-rollouts", "--ci-test")
     assert job.code == 0, job.output
     proved(job.run_dir, range(4))
+    # the actor reads what a server said in its turn, before it trains on that turn's samples
+    assert [m.get("served/passed") for m in job.metrics()] == [None, True, True, True]
     assert held(job.run_dir) == [("the actor", "nothing"), *(3 * ONE_TURN), *ONE_TURN[:2]]
     released_its_pool(job, [*(3 * ["released", "resumed"]), "released"])
     # its server is sent the checkpoint's weights before it generates; all updates are compared bit for bit
@@ -143,6 +145,7 @@ def test_a_colocated_job_takes_turns_resumes_and_learns_what_another_learns_from
     assert resumed.code == 0, resumed.output
     assert pointer(saved) == 6
     proved(resumed.run_dir, range(4, 6), unchecked=[5])  # the first of a start is checked
+    assert all(m["served/passed"] for m in resumed.metrics())
     assert all(m["train/weight_probe_gap"] <= 1e-4 for m in resumed.metrics())
     flags = [*tiny_flags, *jobs.R3_FLAGS, "--max-weight-staleness", "0", "--ci-test"]
     replayed = jobs.run(
@@ -151,6 +154,22 @@ def test_a_colocated_job_takes_turns_resumes_and_learns_what_another_learns_from
     )
     assert replayed.code == 0, replayed.output
     jobs.same_numbers(job.metrics(), replayed.metrics())
+
+
+def test_a_colocated_server_without_the_update_ends_the_run_before_its_samples_are_trained(
+    tmp_path, tiny_flags
+):
+    saved = tmp_path / "ck"
+    flags = [*tiny_flags, *COLOCATED, "--save", str(saved), "--save-interval", "1"]
+    flags += ["--lr-warmup-iters", "0", "--plant-bug", "weights_frozen", "--num-rollout", "4"]
+    job = jobs.run(tmp_path / "run", *flags)
+    assert job.code != 0
+    text = " ".join(job.output.split())
+    assert "not served: MOVED: server 0, weight version 1" in text, text
+    first, second = job.metrics()
+    assert first["r3/passed"] and "served/passed" not in first
+    assert second["served/passed"] is False and "train/loss" not in second
+    assert pointer(saved) == 1  # as it was saved before the update
 
 
 # where every push is tested, the test above holds its numbers against those of a job that learns apart

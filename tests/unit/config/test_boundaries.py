@@ -39,7 +39,7 @@ def test_samples_are_computed_again_where_that_is_exact_and_checked(fields, shar
         (CHECKED | {"flush_cache_on_update": False}, 1024),
         (CHECKED | {"replay_rollouts": "dir"}, 0),
         (CHECKED | {"debug_rollout_only": True}, 0),
-        (CHECKED | {"colocate": True}, 0),
+        (CHECKED | {"colocate": True, "max_weight_staleness": 0}, 1024),
         (CHECKED | {"bf16": False, "sglang": {"dtype": "bfloat16"}}, 0),
         (CHECKED | {"bf16": False, "sglang": {"dtype": "float32"}}, 1024),
         (CHECKED | {"sglang": {"quantization": "fp8"}}, 0),

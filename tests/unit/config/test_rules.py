@@ -176,11 +176,10 @@ REFUSED = f"""
     route_stores=true | --route-stores needs --use-rollout-routing-replay: there are no routes to keep
     route_stores=true, {R3}, {DUMPS} | --route-stores cannot go with --replay-rollouts .
     route_store_host="0.0.0.0" | --route-store-host 0.0.0.0 needs --route-stores
-    plant_bug="weights_frozen" | --plant-bug weights_frozen needs --check-weight-update-equal: nothing would notice
+    plant_bug="weights_frozen" | --plant-bug weights_frozen needs --check-weight-update-equal or canaries (--r3-canaries with the R3 check): nothing would notice
     plant_bug="one_expert", ci_test=true | --plant-bug one_expert needs --use-rollout-routing-replay: there is no replay
     plant_bug="one_expert", {R3} | --plant-bug one_expert needs --enable-r3-correctness-check or --ci-test
-    r3_canaries=31 | r3_canaries 31 is below 32: four texts of eight tokens; 0 is off
-    r3_canaries=2048, colocate=true, max_weight_staleness=0 | r3_canaries 2048 cannot go with --colocate
+    r3_canaries=31 | r3_canaries 31 is below 32: two texts of sixteen tokens; 0 is off
     plant_bug="answer_with_rows_of_another", {R3}, ci_test=true, r3_audit_share=0.0 | needs --r3-audit-share above 0
     plant_bug="answer_with_rows_of_another", {R3}, ci_test=true, route_stores=true | cannot go with --route-stores
     # LoRA
