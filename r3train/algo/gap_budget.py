@@ -6,11 +6,10 @@ A token's gap d is the actor's log-prob less the server's.  Between the two stan
     kernels    the server -> the actor at equal weights, with the server's experts replayed
     routing    the actor with the server's experts -> with those of its own routers; replay removes it
     cache      the server on a cached prefix -> without one
-    sampling   a text that was given -> a token that was drawn
     staleness  tokens of older weights -> tokens of the actor's own
     rest       what is left
 
-Rechecks give the first, canaries the next four, and the step's own metrics by age staleness.  Nothing needs another
+Rechecks give the first, canaries the next three, and the step's own metrics by age staleness.  Nothing needs another
 pass over the batch.
 
 A part is measured by its k1, k3 and mean |d|.  k1 adds up along the chain.  k3 is half the mean square of a
@@ -27,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-PARTS = ("server", "kernels", "routing", "cache", "sampling", "staleness", "rest")
+PARTS = ("server", "kernels", "routing", "cache", "staleness", "rest")
 ADDED = ("k1", "k3")
 _READ = (*ADDED, "mean")
 _TOTAL, _AGE = "train/log_prob_gap_", "_age_"
@@ -38,9 +37,7 @@ class CanaryLogProbs:
     """Log-probs of fixed texts at one weight version, as servers and actor read them: float[N] of the same tokens.
 
     server: without a cached token; actor: with the server's experts replayed; live: by its own routers.
-    early, warm: of the texts' later halves, on an empty cache and on the cached first half.
-    drawn, drawn_actor: tokens that the server drew after the texts at the run's temperature, and as the actor
-    reads them at that temperature.  None is not measured.
+    early, warm: of the texts' later halves, on an empty cache and on the cached first half.  None is not measured.
     """
 
     server: np.ndarray
@@ -48,8 +45,6 @@ class CanaryLogProbs:
     live: np.ndarray | None = None
     early: np.ndarray | None = None
     warm: np.ndarray | None = None
-    drawn: np.ndarray | None = None
-    drawn_actor: np.ndarray | None = None
 
 
 Gap = dict[str, float]
@@ -157,13 +152,8 @@ def _measured(
         return parts
     kernels = parts["kernels"] = gap_of(canaries.server, canaries.actor)
     if canaries.live is not None:
-        parts["routing"] = _less(gap_of(canaries.server, canaries.live), kernels)
+        live = gap_of(canaries.server, canaries.live)
+        parts["routing"] = {stat: live[stat] - kernels[stat] for stat in _READ}
     if canaries.early is not None and canaries.warm is not None:
         parts["cache"] = gap_of(canaries.warm, canaries.early)
-    if canaries.drawn is not None and canaries.drawn_actor is not None:
-        parts["sampling"] = _less(gap_of(canaries.drawn, canaries.drawn_actor), kernels)
     return parts
-
-
-def _less(gap: Gap, other: Gap) -> Gap:
-    return {stat: gap[stat] - other[stat] for stat in _READ}

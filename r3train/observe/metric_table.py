@@ -125,7 +125,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("train/NAME_rows_CLASS", "", "the metric NAME over tokens that a row of this class predicted; of cached, over samples with rows from the cache; loss_tokens_rows_CLASS counts them"),
     ),
     "Budget of the log-prob gap (docs/gap.md)": (
-        Metric("gap/PART_k1", "nats", "what PART adds to train/log_prob_gap_k1: server, kernels, routing, cache, sampling, staleness or rest"),
+        Metric("gap/PART_k1", "nats", "what PART adds to train/log_prob_gap_k1: server, kernels, routing, cache, staleness or rest"),
         Metric("gap/PART_k3", "nats", "what PART adds to train/log_prob_gap_k3, without rounding that another part has too"),
         Metric("gap/PART_mean", "nats", "mean size of the differences as they were read: all parts but staleness and rest"),
         Metric("gap/PART_p999", "nats", "their 99.9th percentile: server, kernels and cache"),

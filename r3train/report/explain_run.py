@@ -27,10 +27,6 @@ _ABOUT = {
     ),
     "routing": ("the actor's own experts", "--use-rollout-routing-replay, which removes it"),
     "cache": ("a cached prefix", "--flush-cache-on-update, --sglang-disable-radix-cache"),
-    "sampling": (
-        "a drawn token against a text",
-        "--rollout-temperature, --rollout-top-k, --rollout-top-p",
-    ),
     "staleness": (
         "tokens of older weights",
         "--max-weight-staleness, --lr; --use-tis corrects for it",

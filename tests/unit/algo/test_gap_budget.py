@@ -24,7 +24,6 @@ class World:
     kernels: float = 0.02
     routing: float = 0.05
     cache: float = 0.0
-    sampling: float = 0.0
     staleness: float = 0.03  # of each version
     ages: tuple[int, ...] = (1,)
     replayed: bool = True
@@ -36,7 +35,7 @@ class World:
             # as of a policy that sampled the tokens: the mean of exp(d) is 1
             return scale * rng.standard_normal(count) - scale**2 / 2
 
-        read = [self.server, self.kernels, self.sampling, self.cache]
+        read = [self.server, self.kernels, self.cache]
         read += [] if self.replayed else [self.routing]
         d = sum(noise(scale, TOKENS) for scale in read)
         age = rng.choice(self.ages, TOKENS)
@@ -57,8 +56,6 @@ class World:
             live=actor + noise(self.routing, CANARIES),
             early=truth + noise(self.prefill, CANARIES),
             warm=truth + noise(self.prefill, CANARIES) - noise(self.cache, CANARIES),
-            drawn=prefill,
-            drawn_actor=actor + noise(self.sampling, CANARIES),
         )
         truth = -rng.exponential(2.0, RECHECKED)
         delivered = truth - noise(self.server, RECHECKED)
@@ -108,9 +105,7 @@ def test_the_parts_that_were_measured_add_up_to_the_gap_within_a_tenth(ages):
 def test_without_canaries_tokens_of_the_actors_own_weights_tell_what_staleness_adds():
     """The kernels are then a part of the rest."""
     budget = World(ages=(0, 1)).budget(canaries=False)
-    assert not any(
-        f"gap/{part}_k3" in budget for part in ("kernels", "routing", "cache", "sampling")
-    )
+    assert not any(f"gap/{part}_k3" in budget for part in ("kernels", "routing", "cache"))
     assert budget["gap/staleness_k3"] == pytest.approx(0.03**2 / 4, rel=0.1)
     # the server's part holds the rounding of a prefill, which is no part of the gap
     assert budget["gap/rest_k3"] == pytest.approx((0.02**2 - 0.01**2) / 2, rel=0.1)
