@@ -123,6 +123,20 @@ def test_WARM_allows_as_much_as_was_measured_at_the_start():
     assert test_of(record(read(of=changed("warm", log_probs=more)), noise=noise)) == "WARM"
 
 
+def test_WARM_allows_what_rounding_has_grown_to_since_the_start():
+    """A model that learnt for 192 updates had 5 times the rounding of its start, which ended a sound run."""
+    noise = replace(EXACT, warm=Difference(1e-6, 0, 952))
+    early = readings(7)[0].early.log_probs
+    grown = record(read(of=changed("warm", log_probs=early + np.float32(3e-6))), noise=noise)
+    before = Before.of(noise, [grown])
+    assert before.warm.log_prob_off == pytest.approx(3e-6, rel=0.2)
+    # a version whose readings are the same does not forget it
+    before = Before.of(noise, [record(before=before, noise=noise)])
+    off, more = (changed("warm", log_probs=early + np.float32(by)) for by in (9e-6, 5e-5))
+    assert test_of(record(read(of=off), noise=noise, before=before)) == ""
+    assert test_of(record(read(of=more), noise=noise, before=before)) == "WARM"
+
+
 def test_MOVED_fails_where_a_server_stands_still_and_the_actor_moved():
     still = read(6, of=readings(7), actor=[r.whole.log_probs + 1e-3 for r in readings(7)])
     noise = replace(EXACT, gap_mean=0.05, gap_max=0.5)
