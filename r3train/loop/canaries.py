@@ -131,9 +131,8 @@ class Canaries:
             if self.rank_zero is not None:
                 fleet = self.rank_zero.engines
                 texts = fleet.canary_texts(max(_NOISE_TEXTS, self._count), self._longest)
-                halves, batched = len(texts), self.beside_generation
-                reads = self._ask(texts, version, halves=halves)
-                again = self._ask(texts, version, halves=halves, batched=batched, once_more=True)
+                reads = self._ask(texts, version)
+                again = self._ask(texts, version, batched=self.beside_generation, once_more=True)
                 self._begun = texts, reads, again
         if not self.in_turns:
             self._measure(version)
@@ -145,7 +144,7 @@ class Canaries:
         own, router = self._actor_reads(texts, reads, version)
         repeated, _ = self._actor_reads(texts, reads, version)
         # those of an update, in its pack: another one rounds otherwise, which would look like a move of the actor's
-        texts, of_kept = texts[: self._count], {s: self._of_update(of) for s, of in reads.items()}
+        texts, of_kept = texts[: self._count], {s: of[: self._count] for s, of in reads.items()}
         own_of_kept, router_of_kept = self._actor_reads(texts, of_kept, version, live=True)
         if self.rank_zero is not None:
             self._noise = self._measured(version, reads, again, own, repeated, router)
@@ -170,12 +169,12 @@ class Canaries:
         moe, family = self.hf.moe_layer_numbers, FAMILIES[self.hf.model_type]
         gaps = np.concatenate([ServerRead(version, s, reads[s], own[s]).gaps() for s in reads])
         pairs = [pair for s in reads for pair in zip(reads[s], again[s], strict=True)]
-        twice = [(getattr(a, n), getattr(b, n)) for a, b in pairs for n in ("early", "whole")]
+        twice = [(a.early, b.early) for a, b in pairs[:_HALVED]]
+        twice += [(a.whole, b.whole) for a, b in pairs]
         of_actor = [pair for s in reads for pair in zip(own[s], repeated[s], strict=True)]
         stores_less = family.served_in_less and not self.config.model.bf16
         return CanaryNoise(
             repeat=difference(twice, moe),
-            warm=difference([(a.early, a.warm) for a, _ in pairs], moe),
             gap_mean=float(gaps.mean()),
             gap_max=float(gaps.max()),
             gap_floor=family.log_prob_gap if stores_less else 0.0,
@@ -183,11 +182,6 @@ class Canaries:
             rows=sum(rows for rows, _ in router.values()),
             rows_left=sum(left for _, left in router.values()),
         )
-
-    def _of_update(self, of: list[CanaryReadings]) -> list[CanaryReadings]:
-        """The readings of the start that updates repeat."""
-        kept = of[: self._count]
-        return [*kept[:_HALVED], *(CanaryReadings(None, None, r.whole) for r in kept[_HALVED:])]
 
     @property
     def _longest(self) -> int:
@@ -269,11 +263,10 @@ class Canaries:
         texts: Sequence[np.ndarray],
         version: int,
         *,
-        halves: int = _HALVED,
         batched: bool = False,
         once_more: bool = False,
     ) -> dict[int, list[CanaryReadings]]:
-        """Rank 0: every server's readings, of so many of the first texts also from their middle on.
+        """Rank 0: every server's readings.
 
         Each text has a key of its own, the same under all versions where an update must flush the cache.
         once_more: under other keys, so that nothing is cached.
@@ -283,7 +276,7 @@ class Canaries:
             name += f"-{version}"
         keys = [f"{name}-{i}" for i in range(len(texts))]
         return self.rank_zero.engines.read_canaries(
-            texts, keys, version, halves=halves, at_once=batched
+            texts, keys, version, halves=_HALVED, at_once=batched
         )
 
     def _judge(

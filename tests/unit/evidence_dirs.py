@@ -130,7 +130,7 @@ def canaries(step: int, server: int = 0, **changes) -> ServedRecord:
         rows=4000,
         rows_left=0,
         coverage=Coverage(24, 24, 200, 256),
-        noise=CanaryNoise(none, none, 4e-7, 3e-6, 0.0, 0.0, 16000, 0),
+        noise=CanaryNoise(none, 4e-7, 3e-6, 0.0, 0.0, 16000, 0),
         before=Before(4e-7, 3e-6, 16000, 0),
     )
     return ServedRecord(**{**values, **changes})

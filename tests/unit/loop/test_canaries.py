@@ -175,7 +175,7 @@ def test_the_start_reads_8_texts_twice_and_updates_the_first_two(run):
     metrics = run.update(1)
     assert metrics["served/passed"] and metrics["served/gap_max"] == 0
     assert run.fleet.asked[-1] == (1, 2, False, run.fleet.asked[0][3], 1)
-    assert [asked[4] for asked in run.fleet.asked] == [8, 8, 1]
+    assert [asked[4] for asked in run.fleet.asked] == [1, 1, 1]
     (note,) = run.notes
     assert "2 texts, 1008 tokens" in note and "100% of the (layer, expert) pairs" in note
     assert "repeat themselves bit by bit" in note

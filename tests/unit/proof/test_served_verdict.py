@@ -28,7 +28,7 @@ HALF = TOKENS // 2
 TEXTS = [np.arange(n, n + TOKENS, dtype=np.int32) for n in range(4)]
 NONE = Difference(0.0, 0, 8 * (TOKENS - 1))
 # a server that repeats itself bit by bit, in float32
-EXACT = CanaryNoise(NONE, NONE, 4e-7, 3e-6, 0.0, 0.0, 4000, 0)
+EXACT = CanaryNoise(NONE, 4e-7, 3e-6, 0.0, 0.0, 4000, 0)
 
 
 def readings(seed: int = 0, off: float = 0.0) -> list[CanaryReadings]:
@@ -102,7 +102,7 @@ def test_EARLY_fails_where_the_first_request_finds_something_in_the_cache():
 
 def test_WARM_fails_where_the_second_reading_says_anything_else():
     late = readings(7)[0].early.log_probs.copy()
-    late[5] = np.nextafter(late[5], 0)
+    late[5] += 1e-3
     assert test_of(record(read(of=changed("warm", log_probs=late)))) == "WARM"
     rows = readings(7)[0].early.rows.copy()
     rows[HALF - 1, 1] = [13, 14, 15]
@@ -115,26 +115,20 @@ def test_WARM_shows_nothing_where_other_requests_evicted_the_cached_half():
     assert test_of(of) == "" and of.warm_evicted == 1
 
 
-def test_WARM_allows_as_much_as_was_measured_at_the_start():
-    noise = replace(EXACT, warm=Difference(1e-6, 0, 952))
-    off = readings(7)[0].early.log_probs + np.float32(3e-6)
-    more = readings(7)[0].early.log_probs + np.float32(1e-5)
-    assert test_of(record(read(of=changed("warm", log_probs=off)), noise=noise)) == ""
-    assert test_of(record(read(of=changed("warm", log_probs=more)), noise=noise)) == "WARM"
-
-
-def test_WARM_allows_what_rounding_has_grown_to_since_the_start():
-    """A model that learnt for 192 updates had 5 times the rounding of its start, which ended a sound run."""
-    noise = replace(EXACT, warm=Difference(1e-6, 0, 952))
-    early = readings(7)[0].early.log_probs
-    grown = record(read(of=changed("warm", log_probs=early + np.float32(3e-6))), noise=noise)
-    before = Before.of(noise, [grown])
-    assert before.warm.log_prob_off == pytest.approx(3e-6, rel=0.2)
-    # a version whose readings are the same does not forget it
-    before = Before.of(noise, [record(before=before, noise=noise)])
-    off, more = (changed("warm", log_probs=early + np.float32(by)) for by in (9e-6, 5e-5))
-    assert test_of(record(read(of=off), noise=noise, before=before)) == ""
-    assert test_of(record(read(of=more), noise=noise, before=before)) == "WARM"
+def test_WARM_allows_what_rounding_does_to_two_programs():
+    """In bfloat16 one of 245 sound updates had rounded the cached half otherwise, and 192 of them quintupled it in float32."""
+    early = readings(7)[0].early
+    off, more = (changed("warm", log_probs=early.log_probs + np.float32(x)) for x in (9e-6, 5e-5))
+    assert test_of(record(read(of=off))) == ""
+    assert test_of(record(read(of=more))) == "WARM"
+    before = replace(Before.of(EXACT), gap_max=1.4e-5)
+    assert test_of(record(read(of=more), before=before)) == ""
+    rows = early.rows.copy()
+    rows[HALF + 1 : HALF + 4, 1] = [13, 14, 15]
+    few = record(read(of=changed("warm", rows=rows)))
+    assert (few.warm.rows_differ, few.warm_cached_rows, test_of(few)) == (3, 0, "")
+    rows[HALF + 1 :, 1] = [13, 14, 15]
+    assert test_of(record(read(of=changed("warm", rows=rows)))) == "WARM"
 
 
 def test_MOVED_fails_where_a_server_stands_still_and_the_actor_moved():
