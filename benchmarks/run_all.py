@@ -43,12 +43,21 @@ BENCHMARKS: dict[str, list[str]] = {
     "against_trl": ["--rounds", "2"],
     "job_growth": ["--rounds", "2", "--run-steps", "20"],
     "agent_endpoint": ["--rounds", "5"],
+    "rank0_rate": ["--rounds", "5"],
     "agreement": ["--seeds", "3"],
 }
 # it times nothing, and runs beside those that measure CPU time of one thread
 UNTIMED = "agreement"
-CPU_TIME = {"route_path", "growth", "replay_overhead", "replay_growth", "agent_endpoint"}
+CPU_TIME = {
+    "route_path",
+    "growth",
+    "replay_overhead",
+    "replay_growth",
+    "agent_endpoint",
+    "rank0_rate",
+}
 QUICK = {
+    "rank0_rate": ["--rounds", "1", "--tokens", "1024"],
     "growth": ["--rounds", "2"],
     "replay_overhead": ["--rounds", "2", "--tokens", "128"],
     "replay_growth": ["--rounds", "2"],
