@@ -270,7 +270,7 @@ def test_sound_updates_pass_and_are_recorded(glm):
     records = [json.loads(line) for line in lines]
     assert [record["server"] for record in records] == [0, 1] * 4
     first, last = records[0], records[-1]
-    assert (first["num_texts"], last["num_texts"], last["num_tokens"]) == (4, 4, 4 * 255)
+    assert (first["num_texts"], last["num_texts"], last["num_tokens"]) == (2, 2, 2 * 503)
     assert last["earlier"] and last["twins"] and not first["earlier"]
     for record in records:
         assert record["noise"]["repeat"]["log_prob_off"] == 0

@@ -15,6 +15,13 @@ from r3train.verify.model_zoo import VARIANTS, write_checkpoint
 from tests.oracle.actors import actor_of, configuration, in_ranks, samples, slices_of
 
 RECOMPUTE = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+TOPOLOGIES: dict[str, dict[str, Any]] = {
+    "tp2": dict(tensor_model_parallel_size=2, sequence_parallel=True),
+    "ep2_recompute": dict(expert_model_parallel_size=2) | RECOMPUTE,
+    "cp2": dict(context_parallel_size=2),
+    "pp2": dict(pipeline_model_parallel_size=2),
+    "pp2_vpp2": dict(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2),
+}
 # so large that the second step of a rollout would choose other experts
 LR = 3e-2
 
@@ -47,9 +54,8 @@ def of_layers(calls: list[tuple[int, torch.Tensor]]) -> dict[int, torch.Tensor]:
     }
 
 
-def two_steps(checkpoint: Path, replays: bool, recompute: bool) -> dict[str, Any]:
+def two_steps(checkpoint: Path, replays: bool, fields: dict[str, Any]) -> dict[str, Any]:
     """Two optimizer steps on one rollout: shares of rows whose experts are those of the old pass."""
-    fields = RECOMPUTE if recompute else {}
     config = configuration(checkpoint, use_routing_replay=replays, lr=LR, **fields)
     hf, out = read_hf_facts(checkpoint), {}
     with actor_of(config) as actor:
@@ -75,8 +81,9 @@ def two_steps(checkpoint: Path, replays: bool, recompute: bool) -> dict[str, Any
 @pytest.mark.parametrize("recompute", (False, True))
 def test_both_steps_of_a_rollout_take_the_routes_of_the_old_pass(tmp_path, recompute):
     checkpoint = write_checkpoint(VARIANTS["moe4"], tmp_path / "model")
-    (live,) = in_ranks(1, tmp_path / "live", two_steps, checkpoint, False, recompute)
-    (r2,) = in_ranks(1, tmp_path / "r2", two_steps, checkpoint, True, recompute)
+    fields = RECOMPUTE if recompute else {}
+    (live,) = in_ranks(1, tmp_path / "live", two_steps, checkpoint, False, fields)
+    (r2,) = in_ranks(1, tmp_path / "r2", two_steps, checkpoint, True, fields)
     assert set(r2["forward 0"] + r2["forward 1"]) == {1.0}
     assert r2["calls 0"] == r2["calls 1"] == (2 if recompute else 1)
     assert set(r2["recomputed 0"] + r2["recomputed 1"]) == ({1.0} if recompute else set())
@@ -84,6 +91,22 @@ def test_both_steps_of_a_rollout_take_the_routes_of_the_old_pass(tmp_path, recom
     assert live["metrics 0"]["loss"] == r2["metrics 0"]["loss"]
     assert min(live["forward 1"]) < 0.9
     assert live["metrics 1"]["loss"] != r2["metrics 1"]["loss"]
+
+
+def in_topologies(checkpoint: Path) -> dict[str, dict[str, Any]]:
+    return {name: two_steps(checkpoint, True, fields) for name, fields in TOPOLOGIES.items()}
+
+
+@pytest.mark.ranks
+def test_every_rank_of_a_topology_replays_its_own_part_of_the_old_pass(tmp_path):
+    checkpoint = write_checkpoint(VARIANTS["moe4"], tmp_path / "model")
+    for of_rank in in_ranks(2, tmp_path / "ranks", in_topologies, checkpoint):
+        for name, found in of_rank.items():
+            recompute = "recompute_method" in TOPOLOGIES[name]
+            assert set(found["forward 0"] + found["forward 1"]) == {1.0}, name
+            assert set(found["recomputed 1"]) == ({1.0} if recompute else set()), name
+            # half of the model's four layers on each pipeline stage
+            assert len(found["forward 0"]) == (2 if "pp" in name else 4), name
 
 
 def wrong_replays(checkpoint: Path) -> dict[str, str]:
