@@ -72,8 +72,9 @@ $(CPU_STAMP):
 	@$(PIP) --no-deps $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -c requirements/constraints.txt torch
 	@echo "installing into .venv, 2 of 3: what r3train and SGLang import (some 150 packages, minutes)"
 	@$(PIP) -c requirements/constraints.txt -r requirements/cpu.txt
-	@echo "installing into .venv, 3 of 3: SGLang and r3train"
-	@$(PIP) --no-deps -r requirements/nodeps.txt
+	@echo "installing into .venv, 3 of 3: SGLang, Megatron-Core and r3train"
+	@# megatron-core asks for Python 3.12, and its wheels are of 3.11 too
+	@$(PIP) --no-deps --ignore-requires-python -r requirements/nodeps.txt
 	@$(PIP) --no-deps --no-build-isolation -e .
 	@rm -f .venv/.cpu-* .venv/.dev-*
 	@touch $@

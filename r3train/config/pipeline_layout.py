@@ -16,7 +16,7 @@ def parse_pipeline_layout(layout: str, pp_size: int) -> list[list[tuple[int, ...
     ``(...)*n`` repeat.  Commas mean nothing.  "Et*7|(t*8|)*6t*6L" is 61 layers in 8 chunks.
     Raises ValueError for other letters, for a chunk count that pp_size does not divide, and for an
     embedding or a loss outside the first or the last chunk.
-    Source: Megatron-Core 0.16.1, --pipeline-model-parallel-layout.
+    Source: Megatron-Core 0.19.2, --pipeline-model-parallel-layout.
     """
     text = layout.replace(",", "").replace(" ", "")
     text = _REPEATED_GROUP.sub(lambda m: m[1] * int(m[2]), text)

@@ -1,7 +1,7 @@
 """Unmodified megatron-core on a CPU with gloo.
 
 ``prepare_device()`` must run before the first ``import megatron.core``.  With CUDA it gives this rank
-its device.  Without CUDA it replaces the few CUDA calls of megatron-core 0.16.1 by CPU equivalents.
+its device.  Without CUDA it replaces the few CUDA calls of megatron-core 0.19.2 by CPU equivalents.
 """
 
 from __future__ import annotations

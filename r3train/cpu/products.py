@@ -92,7 +92,7 @@ def install() -> None:
         input, weight = ctx.saved_tensors
         of_bias = grad_output.flatten(0, -2).sum(dim=0) if ctx.use_bias else None
         of_weight = summed_over_rows(grad_output, input)
-        return rows_times(grad_output, weight), of_weight, of_bias, *[None] * 6
+        return rows_times(grad_output, weight), of_weight, of_bias, *[None] * 7
 
     why = "oneDNN's products of float32 take half of the time of MKL's"
     patch(
@@ -100,7 +100,7 @@ def install() -> None:
         "forward",
         staticmethod(faster_forward),
         expects="(ctx, input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel,"
-        " grad_output_buffer, wgrad_deferral_limit, tp_group)",
+        " grad_output_buffer, wgrad_deferral_limit, tp_group, gtp_remat_size)",
         why=why,
     )
     patch(linear, "backward", staticmethod(faster_backward), expects="(ctx, grad_output)", why=why)

@@ -114,7 +114,7 @@ def _attention_shapes(
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield each kind of attention of a rank: its name, and Transformer Engine's ``AttentionParams`` for it.
 
-    Source of the names: transformer_engine 2.12.0, ``AttentionParams``; of the values: megatron-core 0.16.1,
+    Source of the names: transformer_engine 2.12.0, ``AttentionParams``; of the values: megatron-core 0.19.2,
     ``TEDotProductAttention``, and this actor's packs.
     """
     content = load_model_config(hf.path)
@@ -122,13 +122,11 @@ def _attention_shapes(
     tp = config.parallel.tensor_model_parallel_size
     cp = config.parallel.context_parallel_size
     heads, groups = hf.num_attention_heads, hf.num_key_value_heads
-    size = values = content.get("head_dim") or hf.hidden_size // heads
+    size = content.get("head_dim") or hf.hidden_size // heads
     if content.get("kv_lora_rank") is not None:  # latent attention: every head has its own keys
         groups = heads
-        size, values = (
-            content["qk_nope_head_dim"] + content["qk_rope_head_dim"],
-            content["v_head_dim"],
-        )
+        # Megatron pads the values of packed sequences to this size
+        size = content["qk_nope_head_dim"] + content["qk_rope_head_dim"]
     longest = config.trainer.max_tokens_per_gpu * cp
     shape = dict(
         qkv_layout="thd_thd_thd",
@@ -137,7 +135,7 @@ def _attention_shapes(
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
         head_dim_qk=size,
-        head_dim_v=values,
+        head_dim_v=size,
         attn_mask_type="padding_causal",
         window_size=(-1, 0),
         bottom_right_diagonal=False,

@@ -25,7 +25,7 @@ from r3train.launch.limits import (
 
 # measured with r3train: another version may have moved the seams
 PINNED = {
-    "megatron-core": ("0.16.1", "the router's replay seam and the CPU adaptation"),
+    "megatron-core": ("0.19.2", "the router's replay seam and the CPU adaptation"),
     "sglang": ("0.5.23", "routed experts on the wire and weight updates"),
     "transformers": ("5.19.0", "the version that sglang requires"),
 }

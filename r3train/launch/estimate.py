@@ -349,7 +349,7 @@ def activation_bytes(
     kept = kept * _in_flight(config, stage) + _ON_THE_WAY * layer_input
     if has_head and tp > 1:
         kept += tokens * width
-    # rotary positions of MLA: each layer makes its own, and 32 of them stay (Megatron-Core 0.16.1, get_emb)
+    # rotary positions of MLA: each layer makes its own, and 32 of them stay (Megatron-Core 0.19.2, get_emb)
     latent = [n for n in whole if model.layers[n - 1].latent]
     if latent:
         kept += len(latent[:32]) * tokens * model.table.sizes["rope"] * 4
@@ -382,7 +382,7 @@ def layer_bytes(config: RunConfig, model: Model, layer: int) -> tuple[float, flo
 def _in_flight(config: RunConfig, stage: int) -> float:
     """Microbatches whose activations a stage holds at once; of a virtual pipeline the share of its chunks.
 
-    Source: Megatron-Core 0.16.1, ``schedules.get_pp_rank_microbatches``.
+    Source: Megatron-Core 0.19.2, ``schedules.get_pp_rank_microbatches``.
     """
     pp = config.parallel.pipeline_model_parallel_size
     vpp = config.parallel.virtual_pipeline_model_parallel_size

@@ -1,4 +1,4 @@
-"""Changes of what megatron-core 0.16.1 does only with CUDA, or wrongly without it and without Transformer Engine."""
+"""Changes of what megatron-core 0.19.2 does only with CUDA, or wrongly without it and without Transformer Engine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from r3train.patches import ABSENT, patch
+from r3train.patches import patch
 
 
 def install() -> None:
@@ -45,14 +45,11 @@ def _patch_rng() -> None:
 def _patch_moe() -> None:
     """Fix two errors of the MoE code, and skip its sorting of chunks that are in order.
 
-    They always are where one rank holds all experts: it copied all rows once more in each direction.  The values are
-    the same to the bit.
+    They always are where one rank holds all experts: it copied all rows once more in each direction.  Rows that go to
+    experts are selected, not sorted.  The values are the same to the bit.
     """
-    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+    from megatron.core.transformer.moe import token_dispatcher
 
-    if not hasattr(moe_utils, "te_general_gemm"):  # which Transformer Engine brings
-        why = "NameError in router_gating_linear without Transformer Engine; fixed in megatron-core 0.19"
-        patch(moe_utils, "te_general_gemm", None, expects=ABSENT, why=why)
     move = token_dispatcher.maybe_move_tensor_to_cpu
 
     def move_to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
@@ -65,6 +62,35 @@ def _patch_moe() -> None:
         move_to_host,
         expects="(tensor, as_numpy=False, record_stream=False)",
         why="all_to_all_single wants lists of ints, and on a CPU the splits stay tensors",
+    )
+    permute = token_dispatcher.permute
+
+    def select_rows(
+        tokens,
+        routing_map,
+        probs=None,
+        num_out_tokens=None,
+        fused=False,
+        drop_and_pad=False,
+        tokens_per_expert=None,
+        align_size=0,
+    ):
+        if fused or drop_and_pad:
+            how = fused, drop_and_pad, tokens_per_expert, align_size
+            return permute(tokens, routing_map, probs, num_out_tokens, *how)
+        chosen = routing_map.bool().T.contiguous()
+        rows = torch.arange(len(tokens)).expand_as(chosen).masked_select(chosen)
+        if probs is not None:
+            probs = probs.T.contiguous().masked_select(chosen)
+        return tokens.index_select(0, rows), probs, rows, None, tokens_per_expert
+
+    patch(
+        token_dispatcher,
+        "permute",
+        select_rows,
+        expects="(tokens, routing_map, probs=None, num_out_tokens=None, fused=False, drop_and_pad=False,"
+        " tokens_per_expert=None, align_size=0)",
+        why="it sorts all pairs of rows and experts, and sends rows astray where one names an expert twice",
     )
     sort = token_dispatcher.sort_chunks_by_idxs
 

@@ -67,7 +67,7 @@ def test_every_file_of_a_checkpoint_and_of_an_export_is_checked_when_it_is_loade
     checkpoint, export = latest_checkpoint(written / "saved"), written / "hf"
     files = {path.name for path in checkpoint.iterdir()}
     assert files - {CHECKSUMS} == read_checksums(checkpoint).keys() | files & {BUFFER_FILE}
-    kinds = {".metadata", "common.pt", "metadata.json", "trainer_state.json", "config.toml"}
+    kinds = {".metadata", "metadata.json", "trainer_state.json", "config.toml"}
     kinds |= {"rng_00000.safetensors", "rng_00001.safetensors"}
     tensors = {name for name in files if name.endswith(".distcp")}
     assert kinds <= files and {name[:4] for name in tensors} == {"__0_", "__1_"}

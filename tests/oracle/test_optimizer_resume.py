@@ -49,7 +49,7 @@ AS_BEFORE = ("one", "one_sharded", "dp2_etp2", "tp2_etp1_sharded", "bf16", "bf16
 
 
 def save_as_before(actor: Any, directory: Path) -> None:
-    """Write a checkpoint in the form that held the optimizers' own nested state."""
+    """Write a checkpoint with the optimizers' own nested state, and a file of what is no tensor (megatron-core 0.16)."""
     from megatron.core import dist_checkpointing
 
     from r3train.trainer.megatron import checkpoint, rng
@@ -65,6 +65,10 @@ def save_as_before(actor: Any, directory: Path) -> None:
     state["optimizer"] = actor.optimizer.sharded_state_dict(state, metadata=dict(METADATA))
     state["scheduler"] = actor.scheduler.state_dict()
     dist_checkpointing.save(state, str(directory))
+    if rank == 0:
+        common = dist_checkpointing.load_common_state_dict(str(directory))
+        torch.save(common, directory / "common.pt")
+    torch.distributed.barrier()
 
 
 def whole(actor: Any) -> dict[str, torch.Tensor]:

@@ -118,6 +118,9 @@ class Dispatcher:
         self.config, self.num_local = config, num_local
         self.shared_experts, self.etp = None, config.expert_tensor_parallel_size
 
+    def get_expert_zero_copy_buffers(self) -> tuple[None, None]:
+        return None, None
+
     def dispatch_preprocess(self, hidden: torch.Tensor, routing_map: Any, probs: Any) -> Any:
         self.shape = hidden.shape
         hidden = hidden.view(-1, hidden.shape[-1])

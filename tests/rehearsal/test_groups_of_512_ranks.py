@@ -27,6 +27,6 @@ def test_a_rank_of_512_has_one_gloo_group_and_few_of_the_device(counted):
     """With gloo in every group the count finds too many sockets: it finds what it is there to find."""
     found = counted["as made"]
     assert found["sockets"] == 511  # of the group of the host's messages alone
-    assert found["of rank 0"] <= 17
-    assert found["calls"] <= 1574
+    assert found["of rank 0"] <= 18
+    assert found["calls"] <= 2606
     assert counted["gloo everywhere"]["sockets"] > 1900

@@ -51,8 +51,8 @@ def test_the_host_waits_once_a_layer_with_rotary_positions_fused_or_not(waits):
                 by_file = found[f"{kind} {name}"]
                 assert by_file.pop(DISPATCHER) == forwards * layers
                 assert ROTARY not in by_file
-                # once per step, not once per layer
-                assert sum(by_file.values()) < (1 if name == "forward" else 2 * layers), by_file
+                # once per step, not once per layer; two are of each optimizer's first step
+                assert sum(by_file.values()) <= (0 if name == "forward" else 2 * layers), by_file
 
 
 def test_megatrons_own_rotation_is_seen_to_wait(waits):

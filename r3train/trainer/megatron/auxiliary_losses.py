@@ -1,9 +1,9 @@
 """The weight of the routers' auxiliary losses: what was configured, whatever share of the rows is trained.
 
 Megatron multiplies an auxiliary loss by rows, prompts included, and divides all gradients by the loss
-tokens of the step.  The loss then weighs rows / loss tokens times what was configured, and the z-loss
-only its share of one tensor and context rank.  Here a load-balancing loss counts as a mean
-over the step's microbatches, weighted by their rows, and the z-loss as a mean over its rows.
+tokens of the step.  The loss then weighs rows / loss tokens times what was configured.  Here a
+load-balancing loss counts as a mean over the step's microbatches, weighted by their rows, and the z-loss as
+a mean over its rows.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class AuxiliaryLosses:
                 "attach_and_log_load_balancing_loss",
                 self._attach,
                 expects="(activation, aux_loss_coeff, aux_loss, aux_loss_name, reduce_group,"
-                " reduce_group_has_dp=False, valid_token_count=None)",
+                " needs_dp_avg=True, valid_token_count=None)",
                 why=_WEIGHT,
             )
             z_loss, expects = partial(self._begin_call, router), "(logits, padding_mask=None)"
@@ -99,7 +99,7 @@ class AuxiliaryLosses:
         aux_loss: torch.Tensor,
         aux_loss_name: str,
         reduce_group: dist.ProcessGroup,
-        reduce_group_has_dp: bool = False,
+        needs_dp_avg: bool = True,
         valid_token_count: int | torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attach this rank's share of a load-balancing loss to its router's probabilities."""

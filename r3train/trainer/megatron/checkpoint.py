@@ -141,8 +141,14 @@ class Checkpointer:
         self._directory = settings.save
         results = WriteResults()
         why = "it starts a process at every rank's first save, which outlives a killed rank"
-        patch(filesystem_async, "_get_write_results_queue", lambda: results, expects="()", why=why)
-        # the persistent caller hangs with gloo (megatron-core 0.16.1); the forking one does not
+        patch(
+            filesystem_async,
+            "get_write_results_queue",
+            lambda mp_mode="spawn": results,
+            expects="(mp_mode='spawn')",
+            why=why,
+        )
+        # the persistent caller hung with gloo (megatron-core 0.16.1); the forking one does not
         self._queue = AsyncCallsQueue(persistent=False)
         self._writing: Path | None = None
         self._last = resumed_at
@@ -180,6 +186,7 @@ class Checkpointer:
                 _whole_state(self._actor),
                 str(temporary),
                 async_sharded_save=self._settings.async_save,
+                async_strategy="mcore",  # the other one is of a package for CUDA
             )
             if request is None:
                 _sum_own(temporary, dist.get_rank())

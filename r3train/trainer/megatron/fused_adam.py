@@ -1,6 +1,6 @@
 """Transformer Engine's FusedAdam where Megatron's use of it fails or takes too much memory.
 
-Source: transformer_engine 2.12.0, ``pytorch/optimizers/fused_adam.py``; megatron-core 0.16.1, ``DistributedOptimizer``.
+Source: transformer_engine 2.12.0, ``pytorch/optimizers/fused_adam.py``; megatron-core 0.19.2, ``DistributedOptimizer``.
 """
 
 from __future__ import annotations

@@ -318,7 +318,7 @@ def norms_apart(layers: Any) -> None:
     """Change Transformer Engine's specification of a chunk's layers: no linear holds the norm before it."""
     for layer in layers.layer_specs:
         block = layer.submodules
-        attention, mlp = block.self_attention.submodules, block.mlp.submodules
+        attention, mlp = block.self_attention.submodules, block.mlp.keywords["submodules"]
         for linears, linear, norms, norm in (
             (attention, "linear_qkv", block, "input_layernorm"),
             (attention, "linear_q_up_proj", attention, "q_layernorm"),

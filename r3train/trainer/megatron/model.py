@@ -182,6 +182,7 @@ def _transformer_overrides(
         moe_layer_freq=[int(n in hf.moe_layer_numbers) for n in range(1, hf.num_hidden_layers + 1)],
         moe_token_dispatcher_type=model.moe_token_dispatcher_type,
         moe_router_dtype="fp32",
+            transformer_impl="local",
         moe_aux_loss_coeff=model.moe_aux_loss_coeff,
         moe_router_load_balancing_type="aux_loss" if model.moe_aux_loss_coeff else "none",
         sequence_parallel=parallel.sequence_parallel,
@@ -254,7 +255,7 @@ def _save_norms_as_local(layer: TransformerLayerSubmodules) -> None:
     With latent attention a norm has its own name there.  In all other layers it has the name of the linear
     that follows, and the norm before experts that of a dense layer's.
     """
-    is_dense, names = layer.mlp.module is MLP, {}
+    is_dense, names = layer.mlp.func == MLP.as_mlp_submodule, {}
     if issubclass(layer.self_attention.module, MLASelfAttention):
         for norm, behind in (("q_layernorm", "q_up"), ("kv_layernorm", "kv_up")):
             names[f"self_attention.linear_{behind}_proj.layer_norm_"] = f"self_attention.{norm}."

@@ -3,7 +3,7 @@
 All others are passed on, and Megatron's dataclasses check their values when the actor is built.
 Nothing here imports Megatron: a wrong name is found in its source, before any rank joins.
 
-Source: megatron-core 0.16.1, ``TransformerConfig``, ``ModelParallelConfig`` and ``OptimizerConfig``.
+Source: megatron-core 0.19.2, ``TransformerConfig``, ``ModelParallelConfig`` and ``OptimizerConfig``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _OWNED = {
         activation_func_clamp_value softmax_scale softmax_type attention_output_gate window_*
         rotary_interleaved no_rope_freq mrope_section multi_latent_attention
         apply_residual_connection_post_layernorm fp32_residual_connection
-        experimental_attention_variant dsa_* linear_* mamba_* is_hybrid_model
+        experimental_attention_variant* dsa_* linear_* mamba_* is_hybrid_model use_mup mup_*
         heterogeneous_block_specs mtp_* *init_method* num_moe_experts moe_router_topk
         moe_router_topk_limited_devices moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk moe_router_score_function
         moe_router_pre_softmax moe_router_enable_expert_bias moe_apply_probs_on_input moe_layer_freq
@@ -53,9 +53,9 @@ _OWNED = {
     "--recompute-modules moe decides it": "moe_layer_recompute",
     "--use-rollout-routing-replay decides it": "moe_enable_routing_replay",
     "the actor's loss is a sum, which it divides by the loss tokens of all ranks": """
-        calculate_per_token_loss cross_entropy_* grad_scale_func""",
+        calculate_per_token_loss cross_entropy_* *grad_scale_func""",
     "noise would give the same tokens other log-probs in every pass; SGLang has none": """
-        hidden_dropout attention_dropout moe_input_jitter_eps qk_clip*""",
+        hidden_dropout attention_dropout moe_input_jitter_eps moe_router_force_biased qk_clip*""",
     "the actor drives the pipeline: packs of unequal length, and replay, need it as it is": """
         variable_seq_lengths overlap_p2p_comm* batch_p2p_* use_ring_exchange_p2p
         deallocate_pipeline_outputs timers finalize_model_grads_func *_sync_func
@@ -68,13 +68,15 @@ _OWNED = {
     "softmax in lower precision moves log-probs away from SGLang's": "attention_softmax_in_fp32",
     "the actor builds its chunks itself and loads the checkpoint into them": """
         perform_initialization use_cpu_initialization init_model_with_meta_device test_mode
-        moe_use_legacy_grouped_gemm moe_extended_tp""",
+        *gtp_weight_remat_size *_num_weight_shards moe_single_grouped_*
+        use_grouped_gemm_for_* use_transformer_engine_op_fuser *_glu_interleave_size""",
 }
 _OWNED_OF_OPTIMIZER = {
     _BF16: "fp16 bf16 params_dtype",
     "the actor trains in float32 or bfloat16 (--bf16), which need no scaling of the loss": """
         fp8_recipe reuse_grad_buf_for_mxfp8_param_ag *loss_scale* hysteresis""",
-    "--optimizer is adam, or sgd without momentum": "sgd_momentum muon_*",
+    "--optimizer is adam, or sgd without momentum": """
+        sgd_momentum *muon_* lion_* soap_* use_layer_wise_distributed_optimizer""",
     "all parameters that are trained have one learning rate and one decay": """
         decoupled_lr decoupled_min_lr apply_wd_to_qk_layernorm""",
     "the actor starts the gathering of parameters itself": "overlap_param_gather_with_optimizer_step",

@@ -129,7 +129,7 @@ class RouterReplay:
 
         scores: float[m, E].  Returns (scores[m, K], experts int64[m, K]); gradients reach the router
         through the gather.  Outside a pass the router chooses for itself.
-        Source of the signature: megatron-core 0.16.1 moe_utils.topk_routing_with_score_function.
+        Source of the signature: megatron-core 0.19.2 moe_utils.topk_routing_with_score_function.
         """
         staged = self._manager.staged(self.vp_stage)
         if staged is None:
@@ -195,7 +195,7 @@ def gate_values(router: TopKRouter, scores: torch.Tensor, experts: torch.Tensor)
 
     scores: float[m, E], from which the router chooses: logits, probabilities, or sigmoids with the
     expert bias, which is no part of the gate.  experts: int64[m, k].
-    Source: megatron-core 0.16.1 moe_utils.topk_routing_with_score_function.
+    Source: megatron-core 0.19.2 moe_utils.topk_routing_with_score_function.
     """
     values = scores.gather(1, experts)
     config = router.config
@@ -419,7 +419,7 @@ def in_recomputation() -> bool:
 class _RowMaskedExpertBias:
     """Count of tokens per expert without the padding rows.
 
-    megatron-core 0.16.1 masks the map [m, E] with a mask [m], which does not broadcast.
+    megatron-core 0.19.2 masks the map [m, E] with a mask [m], which does not broadcast.
     """
 
     def __init__(self, router: TopKRouter):

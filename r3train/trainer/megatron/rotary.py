@@ -4,7 +4,7 @@ Megatron's unfused path reads the packs' lengths back to the host for queries an
 families whose rotation no fused kernel computes (``families.UNFUSED_ROPE``) stop the device's queue four to six
 times per layer.  Here every row looks up its own frequencies.  The values are the same to the bit.
 
-Source: megatron-core 0.16.1, ``models/common/embeddings/rope_utils.py``.
+Source: megatron-core 0.19.2, ``models/common/embeddings/rope_utils.py``.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def install() -> None:
         rope_utils,
         "_apply_rotary_pos_emb_thd",
         rotate_packed,
-        expects="(t, cu_seqlens, freqs, rotary_interleaved=False, multi_latent_attention=False, mscale=1.0,"
-        " cp_group=None)",
+        expects="(t, cu_seqlens, freqs, rotary_interleaved=False, mla_rotary_interleaved=False, mscale=1.0,"
+        " cp_group=None, multi_latent_attention=None)",
         why="it waits for the device in every layer",
     )
 
@@ -34,7 +34,7 @@ def rotate_packed(
     cu_seqlens: torch.Tensor,
     freqs: torch.Tensor,
     rotary_interleaved: bool = False,
-    multi_latent_attention: bool = False,
+    mla_rotary_interleaved: bool = False,
     mscale: float = 1.0,
     cp_group: Any = None,
 ) -> torch.Tensor:
@@ -42,7 +42,7 @@ def rotate_packed(
 
     cu_seqlens: int32[sequences + 1], of the whole pack.  freqs: [positions, 1, 1, rotated]; where there are as many
     as the pack has tokens they are the tokens' own, else each sequence begins at the first.
-    Source of the signature: megatron-core 0.16.1 rope_utils._apply_rotary_pos_emb_thd.
+    Source of the signature: megatron-core 0.19.2 rope_utils._apply_rotary_pos_emb_thd.
     """
     if cp_group is None:
         raise ValueError("cp_group must be provided for THD format RoPE")
@@ -53,7 +53,7 @@ def rotate_packed(
         t.unsqueeze(1),
         freqs.index_select(0, positions),
         rotary_interleaved=rotary_interleaved,
-        multi_latent_attention=multi_latent_attention,
+        mla_rotary_interleaved=mla_rotary_interleaved,
         mscale=mscale,
     ).squeeze(1)
 

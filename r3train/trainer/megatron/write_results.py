@@ -1,6 +1,6 @@
 """The result that a checkpoint's forked writer returns to its rank.
 
-Megatron-core (0.16.1, ``filesystem_async``) starts a multiprocessing Manager for this.  Every rank
+Megatron-core (0.19.2, ``filesystem_async``) starts a multiprocessing Manager for this.  Every rank
 would spawn that process at its first save, with seconds of imports, and it would outlive a rank
 killed with SIGKILL.  A pipe does not work: the rank reads only after the writer has ended, and the
 writer cannot end while the pipe is full.

@@ -92,7 +92,7 @@ def _product(
 class RMSNorm(_Module):
     def __init__(
         self,
-        hidden_size: int,
+        normalized_shape: int,
         eps: float = 1e-5,
         sequence_parallel: bool | None = None,
         params_dtype: torch.dtype | None = None,
@@ -102,7 +102,8 @@ class RMSNorm(_Module):
         super().__init__()
         assert not zero_centered_gamma
         self.eps = eps
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, device=device, dtype=params_dtype))
+        ones = torch.ones(normalized_shape, device=device, dtype=params_dtype)
+        self.weight = torch.nn.Parameter(ones)
         self.weight.sequence_parallel = sequence_parallel
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -278,7 +279,8 @@ class DotProductAttention(torch.nn.Module):
         from r3train.cpu.packed_attention import PackedCoreAttention
 
         groups = SimpleNamespace(cp=cp_group)
-        self.channels = kv_channels if isinstance(kv_channels, tuple) else (kv_channels,) * 2
+        channels = kv_channels if isinstance(kv_channels, tuple) else (kv_channels,) * 2
+        self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v = channels
         self.heads = num_attention_heads // tp_size, num_gqa_groups // tp_size
         self.cp_size = 1 if cp_group is None else cp_group.size()
         self.softmax_type, self.cp_comm_type = softmax_type, cp_comm_type
@@ -329,15 +331,16 @@ class DotProductAttention(torch.nn.Module):
         max_seqlen_q: int,
         max_seqlen_kv: int,
         attn_mask_type: str,
+        pad_between_seqs: bool | None = None,
     ) -> torch.Tensor:
         assert (qkv_format, attn_mask_type) == ("thd", "padding_causal"), attn_mask_type
         assert cu_seqlens_q.dtype == torch.int32 and torch.equal(cu_seqlens_q, cu_seqlens_kv)
         assert isinstance(max_seqlen_q, int) and max_seqlen_q == max_seqlen_kv
         assert self._backends(query.dtype), "no attention backend is available"
         heads, groups = self.heads
-        assert query.shape[1:] == (heads, self.channels[0]), query.shape
-        assert key.shape[1:] == (groups, self.channels[0]), key.shape
-        assert value.shape[1:] == (groups, self.channels[1]), value.shape
+        assert query.shape[1:] == (heads, self.hidden_size_per_attention_head_k), query.shape
+        assert key.shape[1:] == (groups, self.hidden_size_per_attention_head_k), key.shape
+        assert value.shape[1:] == (groups, self.hidden_size_per_attention_head_v), value.shape
         self.kernel.softmax_offset = self.softmax_offset
         lengths = SimpleNamespace(cu_seqlens_q=cu_seqlens_q)
         return self.kernel(query, key, value, packed_seq_params=lengths)
@@ -360,6 +363,7 @@ class FusedAdam(torch.optim.Optimizer):
         *,
         bias_correction: bool = True,
         adam_w_mode: bool = True,
+        capturable: bool = False,
         master_weights: bool = False,
         master_weight_dtype: torch.dtype = torch.float32,
         exp_avg_dtype: torch.dtype = torch.float32,
@@ -367,7 +371,7 @@ class FusedAdam(torch.optim.Optimizer):
         use_decoupled_grad: bool = False,
         store_param_remainders: bool = False,
     ):
-        assert bias_correction and adam_w_mode
+        assert bias_correction and adam_w_mode and not capturable
         given = dict(lr=lr, bias_correction=True, betas=betas, eps=eps, weight_decay=weight_decay)
         super().__init__(params, given)
         self.master_weights, self.use_decoupled_grad = master_weights, use_decoupled_grad
@@ -475,6 +479,21 @@ class FusedAdam(torch.optim.Optimizer):
             p.copy_(main)
 
 
+def multi_tensor_applier(op: Any, noop_flag: torch.Tensor, lists: list, *args: Any) -> Any:
+    return op(1 << 16, noop_flag, lists, *args)
+
+
+def multi_tensor_l2norm(chunk_size: int, noop_flag: Any, lists: list, per_tensor: bool) -> Any:
+    assert not per_tensor
+    (tensors,) = lists
+    return torch.stack([t.float().norm() for t in tensors]).norm().view(1), None
+
+
+def multi_tensor_scale(chunk_size: int, noop_flag: Any, lists: list, scale: float) -> None:
+    for given, out in zip(*lists, strict=True):
+        out.copy_(given * scale)
+
+
 class _Absent:
     """Something that Megatron imports and no run of ours may use."""
 
@@ -490,11 +509,11 @@ class FP8GlobalStateManager:
         return False
 
 
-def _module(name: str, *classes: type, **absent: type) -> ModuleType:
-    """Make a submodule importable: classes under their own names, and others."""
+def _module(name: str, *there: Any, **absent: type) -> ModuleType:
+    """Make a submodule importable: classes and functions under their own names, and others."""
     path = f"{__name__}.{name}"
     module = sys.modules[path] = ModuleType(path)
-    vars(module).update({c.__name__: c for c in classes} | absent)
+    vars(module).update({each.__name__: each for each in there} | absent)
     parent, _, leaf = path.rpartition(".")
     setattr(sys.modules[parent], leaf, module)
     return module
@@ -507,13 +526,17 @@ def _unused(*names: str) -> dict[str, type]:
 _module("common")
 _module("common.recipe", **_unused("DelayedScaling"))
 _module("pytorch", RMSNorm, Linear, LayerNormLinear, GroupedLinear, DotProductAttention)
-_module("pytorch.fp8", FP8GlobalStateManager, **_unused("fp8_autocast"))
+_module("pytorch.fp8", FP8GlobalStateManager, **_unused("fp8_autocast", "fp8_model_init"))
 _module("pytorch.tensor", **_unused("QuantizedTensor"))
 _module(
     "pytorch.distributed",
     **_unused("CudaRNGStatesTracker", "activation_recompute_forward", "checkpoint"),
 )
-_module("pytorch.optimizers", FusedAdam, FusedSGD=torch.optim.SGD)
+_module(
+    "pytorch.optimizers",
+    *(FusedAdam, multi_tensor_applier, multi_tensor_l2norm, multi_tensor_scale),
+    FusedSGD=torch.optim.SGD,
+)
 _module("pytorch.ops", **_unused("Sequential", "FusibleOperation"))
 _module(
     "pytorch.router",

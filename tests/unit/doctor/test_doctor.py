@@ -245,7 +245,7 @@ def test_threads_that_fight_over_cores_are_found(monkeypatch):
 
 GOOD = {
     "torch": "2.13.0+cpu",
-    "megatron-core": "0.16.1",
+    "megatron-core": "0.19.2",
     "sglang": "0.5.23",
     "transformers": "5.19.0",
     "numpy": "2.4.6",

@@ -155,7 +155,7 @@ def test_latent_attention_has_keys_for_every_head_and_values_of_another_size(eng
     engine.chosen = "flash"
     (found,) = kernels.check_attention(config, hf, 8)
     tp = config.parallel.tensor_model_parallel_size
-    shape = dict(num_heads=16 // tp, num_gqa_groups=16 // tp, head_dim_qk=192, head_dim_v=128)
+    shape = dict(num_heads=16 // tp, num_gqa_groups=16 // tp, head_dim_qk=192, head_dim_v=192)
     cp = config.parallel.context_parallel_size
     longest = dict(max_seqlen_q=4096 * cp, max_seqlen_kv=4096 * cp)
     assert engine.asked == [replace(PACKED, **shape, **longest, context_parallel=cp > 1)]

@@ -325,7 +325,7 @@ def test_a_bit_of_any_file_of_a_checkpoint_is_noticed_before_it_is_loaded(
     path = saved_alone(tmp_path, monkeypatch, is_async=is_async)
     files = {p.name for p in path.iterdir()}
     written = {"__0_0.distcp", "rng_00000.safetensors"}
-    shared = {".metadata", "common.pt", "metadata.json", "trainer_state.json"}
+    shared = {".metadata", "metadata.json", "trainer_state.json"}
     assert files == written | shared | {BUFFER_FILE, saved_state.CHECKSUMS}
     # each file once; with an asynchronous save the forked writer sums what it has written
     assert sorted(summed_here) == sorted(shared if is_async else shared | written)
@@ -343,11 +343,11 @@ def test_a_bit_of_any_file_of_a_checkpoint_is_noticed_before_it_is_loaded(
     checkpoint.check_files(path)
     # of an earlier version
     (path / saved_state.CHECKSUMS).unlink()
-    (path / "common.pt").write_bytes(b"other")
+    (path / "metadata.json").write_bytes(b"other")
     checkpoint.check_files(path)
 
 
-@pytest.mark.parametrize("name", ["common.pt", "__0_0.distcp", "rng_00000.safetensors"])
+@pytest.mark.parametrize("name", ["metadata.json", "__0_0.distcp", "rng_00000.safetensors"])
 def test_a_fifo_in_a_checkpoint_is_refused_with_and_without_checksums(
     alone_in_a_group, tmp_path, monkeypatch, name
 ):

@@ -33,4 +33,5 @@ def adapt_biased_experts(
     if use_te:
         return
     for layer in layers.layer_specs:
-        layer.submodules.mlp.submodules.experts.submodules.linear_fc2 = _OwnOutput
+        experts = layer.submodules.mlp.keywords["submodules"].experts
+        experts.keywords["submodules"].linear_fc2 = _OwnOutput

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.ssm import gated_delta_net as gdn
+from megatron.core.ssm.gated_delta_net import common as gdn_common
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from r3train.families.weights import ModelWeights
@@ -35,24 +36,12 @@ class ZeroCenteredNorm(torch.nn.Module):
 class PackedGatedDeltaNet(gdn.GatedDeltaNet):
     """Megatron's gated delta net, one packed sequence after another.
 
-    Megatron 0.16.1 refuses packed sequences and wants a library of triton kernels at construction.
+    Megatron's own takes packed sequences through a library of triton kernels only.
     """
 
-    def __init__(
-        self,
-        config: Any,
-        submodules: Any,
-        layer_number: int,
-        *,
-        pg_collection: Any = None,
-        attn_mask_type: Any = None,
-        cp_comm_type: Any = None,
-        **kwargs: Any,
-    ):
-        super().__init__(config, submodules, layer_number, pg_collection=pg_collection, **kwargs)
-        for parameter in (self.A_log, self.dt_bias, self.conv1d.weight):
-            parameter.partition_dim = 0
-            parameter.partition_stride = 1
+    def _setup_variant_attrs(self) -> None:
+        super()._setup_variant_attrs()
+        self.gated_delta_rule = gdn.torch_chunk_gated_delta_rule
 
     def forward(self, hidden_states, attention_mask=None, *, packed_seq_params=None, **_):
         """Attend.  hidden_states: [s, 1, hidden], or a sequence-parallel share of it."""
@@ -76,7 +65,7 @@ class PackedGatedDeltaNet(gdn.GatedDeltaNet):
         q, k = (x.repeat_interleave(times, 2) for x in (q, k))
         v = v.reshape(1, n, -1, self.value_head_dim)
         decay = -self.A_log.float().exp() * F.softplus(alpha.float() + self.dt_bias)
-        out, _ = gdn.torch_chunk_gated_delta_rule(q, k, v, g=decay[None], beta=beta.sigmoid()[None])
+        out, _ = self.gated_delta_rule(q, k, v, g=decay[None], beta=beta.sigmoid()[None])
         out = self.out_norm(out.reshape(-1, self.value_head_dim))
         out = out * self.act_fn(gate.reshape(-1, self.value_head_dim).float())
         return out.to(mixed.dtype).view(n, -1)
@@ -91,7 +80,7 @@ def adapt_gated_delta_net(
             "a model with linear attention was verified with --attention-backend local only, on a CPU"
         )
     why = "the constructor wants a library of triton kernels, which its plain torch does without"
-    patch(gdn, "HAVE_FLA", True, expects="bool", why=why)
+    patch(gdn_common, "HAVE_FLA", True, expects="bool", why=why)
     backend = LocalSpecProvider()
     delta_net = ModuleSpec(
         module=PackedGatedDeltaNet,

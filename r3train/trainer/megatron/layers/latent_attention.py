@@ -4,25 +4,47 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.transformer import multi_latent_attention as mla
 
 from r3train.families.weights import ModelWeights
-from r3train.patches import patch
+from r3train.patches import overrides, patch
+
+
+class AttentionWithoutQueryNorm(mla.MLASelfAttention):
+    """Latent attention of queries that are not compressed: they have no norm.
+
+    With ``qk_layernorm``, which the keys need, Megatron would put one before their projection.
+    """
+
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        return vars(submodules)
+
+
+overrides(
+    mla.MLASelfAttention,
+    "_resolve_qk_norm_config",
+    expects="(self, submodules)",
+    why="it puts a norm before queries that are not compressed",
+)
 
 
 def adapt_latent_attention(
     layers: Any, weights: ModelWeights, first_layer: int, use_te: bool
 ) -> None:
-    """Give the local layers whole down projections, as Transformer Engine's have.
+    """Leave out the norm of queries that are not compressed, and give the local layers whole down projections.
 
-    Megatron's local layers shard them, and the gradient of the rotary key, which all heads share, is
-    then never summed over the tensor ranks: log-probs are right, gradients below it are off by 20%.
+    Transformer Engine's layers have whole ones.  Megatron's local layers shard them, and the gradient of the
+    rotary key, which all heads share, is then never summed over the tensor ranks: log-probs are right,
+    gradients below it are off by 20%.
     """
-    if use_te:
-        return
-    if not isinstance(mla.TELinear, type):  # a stand-in without Transformer Engine, of no class
-        why = "it says that Transformer Engine is there where a stand-in of no class is"
-        patch(mla, "HAVE_TE", False, expects="bool", why=why)
-    for layer in layers.layer_specs:
-        attention = layer.submodules.self_attention.submodules
-        attention.linear_q_down_proj = attention.linear_kv_down_proj = mla.Linear
+    if mla.Linear is None:
+        why = "it takes whole down projections only where Transformer Engine is"
+        patch(mla, "Linear", Linear, expects="NoneType", why=why)
+    for i, layer in enumerate(layers.layer_specs):
+        attention = layer.submodules.self_attention
+        if "no_q_rank" in weights.traits[first_layer + i]:
+            attention.module = AttentionWithoutQueryNorm
+        if not use_te:
+            parts = attention.submodules
+            parts.linear_q_down_proj = parts.linear_kv_down_proj = Linear
