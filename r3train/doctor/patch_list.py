@@ -65,7 +65,7 @@ def of_ranks() -> None:
     from megatron.core.transformer.moe.router import TopKRouter
 
     from r3train.generation.environment_loop import let_collected_transports_end
-    from r3train.trainer.megatron import auxiliary_losses, checkpoint, replay, rotary
+    from r3train.trainer.megatron import auxiliary_losses, checkpoint, optimizer, replay, rotary
 
     let_collected_transports_end()
     rotary.install()
@@ -86,7 +86,9 @@ def of_ranks() -> None:
         enable_r3_correctness_check=False,
     ).install([chunk])
     checkpoint.Checkpointer(None, SimpleNamespace(save=Path()))
-    if device.type == "cpu":
+    if device.type == "cuda":
+        optimizer.clip_by_kernels()
+    else:
         from r3train.trainer.megatron.layers import gated_delta_net, latent_attention
 
         for adapt in (

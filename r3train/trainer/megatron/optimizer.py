@@ -5,11 +5,18 @@ from __future__ import annotations
 import os
 
 import torch
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.extensions import transformer_engine as te
+from megatron.core.optimizer import (
+    MegatronOptimizer,
+    OptimizerConfig,
+    clip_grads,
+    get_megatron_optimizer,
+)
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from r3train.config import RunConfig
 from r3train.cpu.device import own_threads
+from r3train.patches import patch
 from r3train.trainer.megatron import fused_adam
 from r3train.trainer.megatron.overrides import OPTIMIZER_DTYPES
 
@@ -31,6 +38,8 @@ def build_optimizer(config: RunConfig, chunks: list[torch.nn.Module]) -> Megatro
     for name in ("optimizer_cpu_offload", "use_precision_aware_optimizer"):
         if trainer.optimizer_overrides.get(name) and not on_cuda:
             raise ValueError(f"optimizer_overrides.{name} needs a CUDA device: this actor has none")
+    if on_cuda and te.HAVE_TE:
+        clip_by_kernels()
     overrides = {
         name: _DTYPES[value] if name in OPTIMIZER_DTYPES else value
         for name, value in trainer.optimizer_overrides.items()
@@ -61,6 +70,26 @@ def build_optimizer(config: RunConfig, chunks: list[torch.nn.Module]) -> Megatro
             for group in part.optimizer.param_groups:
                 group["fused"] = True  # one pass over the memory; Megatron cannot ask for it
     return optimizer
+
+
+def clip_by_kernels() -> None:
+    """Let Megatron compute the norm of all gradients, and scale them, in a kernel of Transformer Engine each.
+
+    It imports them together with one that 2.12 lacks (``multi_tensor_scale_tensor``).  Without them it reads the device
+    back for every parameter.
+    """
+    from transformer_engine.pytorch import optimizers as kernels
+
+    if clip_grads.multi_tensor_scale_tensor_impl is not None:
+        return
+    lists = "noop_flag, tensor_lists"
+    for name, kernel, expects in (
+        ("multi_tensor_applier", "multi_tensor_applier", "(op, noop_flag_buffer, ...)"),
+        ("l2_norm_impl", "multi_tensor_l2norm", f"(chunk_size, {lists}, per_tensor, *args)"),
+        ("multi_tensor_scale_impl", "multi_tensor_scale", f"(chunk_size, {lists}, scale)"),
+    ):
+        why = "without a kernel that Transformer Engine 2.12 lacks, it reads the device for every gradient"
+        patch(clip_grads, name, getattr(kernels, kernel), expects=expects, why=why)
 
 
 def build_scheduler(config: RunConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
