@@ -40,12 +40,14 @@ _NOT_REPLAYED = {
     "moe_router_fusion": "the fused router returns before Megatron's replay hook",
     "moe_router_load_balancing_type = *sinkhorn*|*quantile*": "these choose experts without top-k",
     "moe_expert_capacity_factor >= 0": "capacity dropping discards replayed choices",
+    "moe_expert_rank_capacity_factor >= 0": "capacity dropping discards replayed choices",
     "moe_pad_expert_input_to_capacity": "it needs capacity dropping, which discards replayed choices",
     "moe_router_force_load_balancing": "it replaces the logits with random ones",
     "enable_cuda_graph": _GRAPH,
     "external_cuda_graph": _GRAPH,
     "cuda_graph_impl": _GRAPH,
     "cuda_graph_scope": _GRAPH,
+    "cuda_graph_modules": _GRAPH,
     "overlap_moe_expert_parallel_comm": "it interleaves two microbatches in the router's calls",
 }
 

@@ -275,12 +275,14 @@ NOT_REPLAYED = """
     moe_expert_capacity_factor=0 | moe_expert_capacity_factor=false
     moe_expert_capacity_factor=true | moe_expert_capacity_factor="none"
     moe_expert_capacity_factor="1.0" | moe_router_dtype="fp32"
+    moe_expert_rank_capacity_factor=1.5 |
     moe_pad_expert_input_to_capacity=true |
     moe_router_force_load_balancing=true |
     enable_cuda_graph=true |
     external_cuda_graph=true |
     cuda_graph_impl="local" | cuda_graph_impl="none"
     cuda_graph_scope="moe_router" |
+    cuda_graph_modules="moe_router" |
     overlap_moe_expert_parallel_comm=true |
 """
 # settings that go together: the last ones that pass next to those that are refused, and user code, which may read
