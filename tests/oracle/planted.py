@@ -32,7 +32,7 @@ from r3train.engine import adapters, client, publish
 from r3train.generation import conversation, group_scorer, stitch
 from r3train.layout import microbatch
 from r3train.loop import distribute, kl_reward, prepare, weight_update
-from r3train.trainer.megatron import actor, forward_step, hf_weights, lora, model, optimizer, replay
+from r3train.trainer.megatron import actor, forward_step, hf_weights, lora, optimizer, replay
 from r3train.trainer.megatron.replay import RouterReplay, RoutingReplayManager
 from r3train.trainer.megatron.sampling_mask import DROPPED, SamplingMask, shard_of
 from r3train.verify.compare_outcomes import FORWARD, GRADIENTS, LOSS, ROUTES
@@ -397,10 +397,13 @@ def expert_sync_skipped(original, self, *args, **kwargs):
         self.expert_parallel_bucket_groups = groups
 
 
-@replaces(model, "_mark_expert_parameters", "tp2", GRADIENTS)
-def expert_group_confused(original, chunk, parallel):
+@replaces(DistributedDataParallel, "__init__", "tp2", GRADIENTS)
+def expert_group_confused(original, self, config, ddp_config, module, **kwargs):
     """Expert gradients are reduced over the dense group."""
-    return None
+    for name, p in module.named_parameters():
+        if ".mlp.experts." in name:
+            p.allreduce = True
+    original(self, config, ddp_config, module, **kwargs)
 
 
 # by its module's name: the package exports a function of the same name

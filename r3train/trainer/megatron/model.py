@@ -25,7 +25,6 @@ from megatron.core.transformer.transformer_layer import (
 from r3train.config import RunConfig
 from r3train.config.hf_facts import HfModelFacts
 from r3train.config.model_settings import TE_KERNELS
-from r3train.config.parallel_settings import ParallelSection
 from r3train.cpu.device import uses_transformer_engine
 from r3train.families import FAMILIES, weights_of
 from r3train.families.family import model_arguments
@@ -74,7 +73,7 @@ def build_model(config: RunConfig, hf: HfModelFacts, device: torch.device) -> Mo
             transformer, hf, weights, vp_stage, use_te, adapted=config.lora.enabled
         ).to(device)
         if use_te:
-            _mark_tensor_parallel(chunk)
+            _mark_sinks(chunk)
         if fuses:
             _fuse_gradients(chunk)
         chunks.append(chunk)
@@ -94,7 +93,6 @@ def build_model(config: RunConfig, hf: HfModelFacts, device: torch.device) -> Mo
     )
     wrapped = []
     for i, chunk in enumerate(chunks):
-        _mark_expert_parameters(chunk, parallel)
         if model.bf16:
             chunk = _in_bf16(transformer, chunk)
         wrapped.append(
@@ -126,24 +124,13 @@ def _in_bf16(config: TransformerConfig, chunk: torch.nn.Module) -> Float16Module
     return wrapped
 
 
-def _mark_tensor_parallel(chunk: torch.nn.Module) -> None:
-    """Mark what tensor ranks hold in parts, for the export and the norm of the gradients.
-
-    Transformer Engine marks every matrix so, also those that each rank holds whole (MLA's down projections), and
-    no sinks.
-    """
+def _mark_sinks(chunk: torch.nn.Module) -> None:
+    """Mark the sinks of Transformer Engine's attention as split over tensor ranks, for export and norm."""
     for module in chunk.modules():
         if isinstance(module, te.TEDotProductAttention):
             if isinstance(sinks := module.softmax_offset, torch.nn.Parameter):
-                sinks.tensor_model_parallel, sinks.partition_dim, sinks.partition_stride = (
-                    True,
-                    0,
-                    1,
-                )
-        elif isinstance(module, te.TELinear) and not isinstance(
-            module, (te.TEColumnParallelLinear, te.TERowParallelLinear)
-        ):
-            module.weight.tensor_model_parallel = False
+                sinks.tensor_model_parallel = True
+                sinks.partition_dim, sinks.partition_stride = 0, 1
 
 
 def _fuse_gradients(chunk: torch.nn.Module) -> None:
@@ -157,21 +144,6 @@ def _fuse_gradients(chunk: torch.nn.Module) -> None:
             module.fuse_wgrad_accumulation = True
 
 
-def _mark_expert_parameters(chunk: torch.nn.Module, parallel: ParallelSection) -> None:
-    """Make expert gradients reduce over the expert-data-parallel group if it is another, and count in the norm.
-
-    Megatron-Core 0.16.1 looks at EP only.  With EP 1 and an expert TP other than TP it reduces expert
-    gradients over the dense group, which silently leaves out or mixes tokens.  Biases of experts have no
-    mark of tensor parallelism, so it counts them on the first tensor rank only: the norms of the others would
-    lack them, and with EP 1 tensor ranks would clip by different norms.
-    """
-    for name, p in chunk.named_parameters():
-        if ".mlp.experts." in name:
-            p.tensor_model_parallel = True
-            if parallel.expert_tensor_parallel_size != parallel.tensor_model_parallel_size:
-                p.allreduce = False
-
-
 def _transformer_overrides(
     config: RunConfig, hf: HfModelFacts, use_te: bool, device: torch.device
 ) -> dict[str, Any]:
@@ -182,7 +154,6 @@ def _transformer_overrides(
         moe_layer_freq=[int(n in hf.moe_layer_numbers) for n in range(1, hf.num_hidden_layers + 1)],
         moe_token_dispatcher_type=model.moe_token_dispatcher_type,
         moe_router_dtype="fp32",
-            transformer_impl="local",
         moe_aux_loss_coeff=model.moe_aux_loss_coeff,
         moe_router_load_balancing_type="aux_loss" if model.moe_aux_loss_coeff else "none",
         sequence_parallel=parallel.sequence_parallel,
@@ -211,6 +182,7 @@ def _transformer_overrides(
     )
     if not use_te:
         fields.update(
+            transformer_impl="local",
             masked_softmax_fusion=False,
             bias_activation_fusion=False,
             bias_dropout_fusion=False,
