@@ -290,7 +290,7 @@ _THEIRS = {
     *("--master-port", "--signal", "--shm-size", "--exclude-editable", "--no-deps"),
     *("--exclusive", "--mem", "--export", "--batch", "--gpus"),
     *("--gpus-per-node", "--gpus-per-task", "--rm", "--ipc", "--ulimit", "--network", "--device"),
-    "--cap-add",
+    *("--cap-add", "--ignore-requires-python"),
     *(
         "--flag",
         "--requeue",
