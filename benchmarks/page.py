@@ -19,7 +19,11 @@ RESULTS_PAGE = INTERNALS / "results.md"
 ALGORITHMS_PAGE = INTERNALS.parent / "algorithms.md"
 
 # of results.md, by other benchmarks than the page's own
-EFFECT_SECTIONS = ("## What it does to the gradient", "## What it does to a policy")
+EFFECT_SECTIONS = (
+    "## What it does to the gradient",
+    "## What it does to a policy",
+    "## What it does to weights of whole answers",
+)
 # 0.975 quantiles of Student's t, by degrees of freedom from 1 on
 T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201)
 
@@ -54,6 +58,11 @@ def gradient_section(result: Result) -> str:
 def replay_learning_section(result: Result) -> str:
     """A section of docs/internals/results.md from the result of benchmarks/replay_learning.py."""
     return render("replay_learning", **result)
+
+
+def replay_weights_section(result: Result) -> str:
+    """A section of docs/internals/results.md from the result of benchmarks/replay_weights.py."""
+    return render("replay_weights", **result)
 
 
 def with_sections_of(page: str, earlier: str, headings: Iterable[str]) -> str:
@@ -118,6 +127,12 @@ def interval(values: Iterable[float]) -> str:
     return f"{number(fmean(values))} ± {number(half_interval(values))}"
 
 
+def apart(values: Iterable[float]) -> bool:
+    """True where the 95% interval of the mean leaves out 0."""
+    values = list(values)
+    return abs(fmean(values)) > half_interval(values)
+
+
 def places(value: float, digits: int = 0) -> str:
     """A fixed number of decimal places, and commas between thousands."""
     return f"{value:,.{digits}f}"
@@ -150,6 +165,11 @@ def mean_of(job: Result, key: str) -> float:
 def sum_of(job: Result, key: str) -> float:
     """The sum of a metric over a job."""
     return sum(job["curves"][key])
+
+
+def lowest(job: Result, key: str) -> float:
+    """The smallest value of a metric over a job."""
+    return min(job["curves"][key])
 
 
 def late(job: Result, key: str) -> float:
@@ -187,6 +207,7 @@ def render(template: str, **values: Any) -> str:
         figure,
         interval,
         cosine,
+        apart,
         mean,
         range_of,
         places,
@@ -195,6 +216,6 @@ def render(template: str, **values: Any) -> str:
         over,
         median,
     )
-    filters += (shares_of_time, mean_of, sum_of, rollouts_to, late, early, less)
+    filters += (shares_of_time, mean_of, sum_of, rollouts_to, lowest, late, early, less)
     environment.filters |= {each.__name__: each for each in filters}
     return environment.get_template(f"{template}.md.j2").render(values).rstrip() + "\n"

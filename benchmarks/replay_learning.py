@@ -18,7 +18,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,13 +57,13 @@ def main() -> None:
         seeds=6,
         first_seed=1,
         arms=["R3", "live router"],
-        rollouts=40,
-        prompts=16,
-        group=16,
+        rollouts=60,
+        prompts=8,
+        group=32,
         tilt=0.3,
         layers=8,
         initializer_range=0.2,
-        lr=1e-4,
+        lr=4e-5,
         steps_per_rollout=1,
         server_dtype="bfloat16",
         directory=str(ROOT / "runs" / "bench" / "replay_learning"),
@@ -130,33 +130,32 @@ def measure_all(missing: Sequence[tuple[int, str]], directory: Path, arguments: 
                 tilt=arguments.tilt,
                 seed=seed,
             )
-        with SGLangServer(
-            tiny[missing[0][0]] / "model",
-            directory / "sglang.log",
-            dtype=arguments.server_dtype,
-            return_routed_experts=True,
-            start_timeout_s=TIMEOUT_S,
-            server_args={"mem_fraction_static": 0.3, "max_total_tokens": 8192},
-        ) as server:
+        with server_of(tiny[missing[0][0]], directory, arguments.server_dtype) as server:
             for seed, arm in missing:
                 job = measure(arm, seed, tiny[seed], directory, arguments, server.addr)
                 if job is not None:
                     place_of(directory, seed, arm).write_text(json.dumps(job) + "\n")
 
 
+def server_of(tiny: Path, directory: Path, dtype: str) -> SGLangServer:
+    """One server for all seeds: every job gives it its own weights at the start."""
+    return SGLangServer(
+        tiny / "model",
+        directory / "sglang.log",
+        dtype=dtype,
+        return_routed_experts=True,
+        start_timeout_s=TIMEOUT_S,
+        server_args={"mem_fraction_static": 0.3, "max_total_tokens": 8192},
+    )
+
+
 def measure(
     arm: str, seed: int, tiny: Path, directory: Path, arguments: Any, address: str
 ) -> dict[str, Any] | None:
     """Run one job, and measure the server that it leaves; None where it fails."""
-    run_dir, log = directory / "job.run", directory / "job.log"
-    shutil.rmtree(run_dir, ignore_errors=True)
     samples = arguments.prompts * arguments.group
     settings = {
-        "expert-model-parallel-size": 1,
-        "max-weight-staleness": 0,
         "sglang-dtype": arguments.server_dtype,
-        "seed": seed,
-        "rollout-seed": seed,
         "num-rollout": arguments.rollouts,
         "rollout-batch-size": arguments.prompts,
         "n-samples-per-prompt": arguments.group,
@@ -172,15 +171,9 @@ def measure(
         "rollout-external-engine-addrs": address,
     }
     began = time.monotonic()
-    command = job_flags(
-        tiny, run_dir, *words(settings), "--rollout-ignore-eos", "--bf16", *ARMS[arm]
-    )
-    code = run_logged(torchrun(1, *command), log, environment(), TIMEOUT_S)
-    if code != 0:
-        print(f"{arm} {seed}: exit code {code}\n{log.read_text()[-2000:]}", file=sys.stderr)
+    metrics = job_metrics(arm, seed, tiny, directory, settings)
+    if metrics is None:
         return None
-    metrics = step_metrics(run_dir)
-    shutil.rmtree(run_dir)
     job = {
         "arm": arm,
         "seed": seed,
@@ -192,6 +185,31 @@ def measure(
     last = {key: f"{np.mean(of[-10:]):.2e}" for key, of in job["curves"].items()}
     print(f"{arm} {seed}: served {job['served_kl']} {last} {job['seconds']} s", flush=True)
     return job
+
+
+def job_metrics(
+    arm: str, seed: int, tiny: Path, directory: Path, settings: Mapping[str, object]
+) -> list[dict[str, Any]] | None:
+    """Run one job of one rank, actor in bfloat16; returns the metrics of its steps, None where it fails."""
+    run_dir, log = directory / "job.run", directory / "job.log"
+    shutil.rmtree(run_dir, ignore_errors=True)
+    settings = {
+        "expert-model-parallel-size": 1,
+        "max-weight-staleness": 0,
+        "seed": seed,
+        "rollout-seed": seed,
+        **settings,
+    }
+    command = job_flags(
+        tiny, run_dir, *words(settings), "--rollout-ignore-eos", "--bf16", *ARMS[arm]
+    )
+    code = run_logged(torchrun(1, *command), log, environment(), TIMEOUT_S)
+    if code != 0:
+        print(f"{arm} {seed}: exit code {code}\n{log.read_text()[-2000:]}", file=sys.stderr)
+        return None
+    metrics = step_metrics(run_dir)
+    shutil.rmtree(run_dir)
+    return metrics
 
 
 def served_kl(address: str, tiny: Path) -> float:

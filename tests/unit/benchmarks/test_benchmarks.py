@@ -20,6 +20,7 @@ from benchmarks.page import (
     number,
     performance_page,
     replay_learning_section,
+    replay_weights_section,
     results_page,
     with_section,
 )
@@ -195,6 +196,27 @@ def of_policy(server: float, actor: float) -> dict:
     return {"served_kl": server, "curves": {key: [1.0] * 2 + [v] * 10 for key, v in curve.items()}}
 
 
+# of benchmarks/replay_weights.py
+WEIGHTS = dict(rollouts=2, prompts=2, group=2, answer=4, layers=2, initializer_range=0.2, lr=1e-4)
+
+
+def of_ess(*shares: float) -> list[dict]:
+    """Jobs of two rollouts, a share of the samples each."""
+    keys = ("train/ess", "train/chi2_seq", "train/log_prob_gap_k3")
+    return [{"curves": {key: [share, share - 0.1] for key in keys}} for share in shares]
+
+
+def test_the_shares_of_the_samples_are_compared_seed_by_seed():
+    arms = {"R3": of_ess(0.8, 0.7, 0.8), "live router": of_ess(0.3, 0.2, 0.3)}
+    section = replay_weights_section(
+        {"machine": RECORDED["machine"], "command": "c", "settings": WEIGHTS, "arms": arms}
+    )
+    (table,) = tables(section)
+    assert table[2].startswith("| R3 | 0.717 ± 0.143 |")
+    assert table[4].startswith("| live router less R3 | -0.5 ± ")
+    assert "0.60 with R3 and 0.10 with the live router" in section
+
+
 def test_the_policies_are_compared_seed_by_seed_and_both_sections_outlive_a_new_page():
     jobs = {
         "R3": [of_policy(0.1, 0.1), of_policy(0.3, 0.3)],
@@ -209,7 +231,9 @@ def test_the_policies_are_compared_seed_by_seed_and_both_sections_outlive_a_new_
     runs = [{"seed": 0, "initializer_range": 0.1, "server_dtype": "bfloat16", **of_gradients(0.9)}]
     of_arms = {"machine": RECORDED["machine"], "command": "c", "answer": 8, "runs": runs}
     page = results_page(RECORDED["agreement"])
-    for own in (gradient_section(of_arms), section):
+    of_weights = {"machine": RECORDED["machine"], "command": "c", "settings": WEIGHTS}
+    of_weights |= {"arms": {"R3": of_ess(0.75, 0.25), "live router": of_ess(0.5, 0.5)}}
+    for own in (gradient_section(of_arms), section, replay_weights_section(of_weights)):
         page = with_section(page, own)
     assert all(page.count(heading) == 1 for heading in EFFECT_SECTIONS)
     assert results_page(RECORDED["agreement"], page) == page
