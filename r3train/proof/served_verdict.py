@@ -32,8 +32,11 @@ TESTS = ("EARLY", "WARM", "MOVED", "TWINS", "BOUND", "ROUTER")
 Nats = Annotated[float, Meta(ge=0)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 
-# Of sound updates the worst mean was 1.2 times that of the start, the worst single difference 2.1 times.
+# Of sound updates the worst mean was 1.2 times that of the start.
 _MEAN, _LARGEST = 1.6, 4.0
+# The largest of all tokens' differences has a long tail in bfloat16: of some 1,200 sound updates of one run to the
+# next it was 5.3 times that of the version before, once.
+_LARGEST_GAP = 10.0
 # A family's floor is of the largest difference; the mean of rounding was a fifteenth of its largest.
 _MEAN_OF_FLOOR = 1 / 16
 # More than this, in nats on average, is no rounding: a fault at the start must not excuse itself.
@@ -99,7 +102,7 @@ class Before:
 
     def most(self, floor: float) -> float:
         """The largest single |actor - server| that rounding explains."""
-        return max(_LARGEST * self.gap_max, floor)
+        return max(_LARGEST_GAP * self.gap_max, floor)
 
     def most_left(self, rows: int) -> int:
         """The most of so many router rows that may leave the server's."""
