@@ -67,7 +67,7 @@ def measure(a: argparse.Namespace, tokens: int) -> dict[str, Any]:
 
 
 class RankZero:
-    """What rank 0 does with one sample after another, by the production code."""
+    """The work of rank 0 on one sample after another, by the production code."""
 
     def __init__(self, runner: asyncio.Runner, layers: int, topk: int, tokens: int) -> None:
         from r3train.engine.backend import SamplingParams
