@@ -6,7 +6,7 @@ A process stands for SGLang and answers each request with ``--tokens`` tokens an
 itself) and as ids of a byte (a server of ours); they take turns.  The production client asks, reads, checks and decodes; the
 answer becomes a sample, gets the checksums of its evidence, and is packed, cut and written into a message for its
 data-parallel rank; and for the 8 ranks of a replica of TP 2 x PP 4.  One process does all of it, so that 1 over the seconds of all
-but the last part is the samples a second at which rank 0 is saturated, if nothing runs beside.
+but the last part is the most samples a second that rank 0 takes in, if it does nothing else.
 """
 
 from __future__ import annotations

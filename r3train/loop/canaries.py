@@ -8,7 +8,7 @@ the noise of sound readings.  The first few of them, of --r3-canaries tokens tog
               rank 0: the verdict, its evidence; all ranks end where it failed
 
 With --pause-generation-mode in_place servers are paused during the update.  There canaries are read right after it, beside
-generation.  With --colocate servers read them at the begin of their turn, and the actor and the verdict follow in its next turn,
+generation.  With --colocate servers read them at the beginning of their turn, and the actor and the verdict follow in its next turn,
 before it trains.
 """
 
@@ -62,9 +62,8 @@ CANARY_FILE = "canaries.safetensors"  # of a checkpoint
 _FORMAT = "r3train-canaries-1"
 _NOISE_TEXTS = 8
 _FEWEST, _LONGEST = 2, 512  # canaries, and tokens of one
-_HALVED = (
-    1  # of the canaries, by which EARLY and WARM try a server's cache: it is flushed as a whole
-)
+# canaries by which EARLY and WARM try a server's cache: it is flushed as a whole
+_HALVED = 1
 _LIVE_EVERY = 8  # versions: the actor by its own routers, a pass of its own that nothing judges
 _SPARE_TOKENS = 8  # of the context, for what servers keep back
 _PASS = "old_log_prob"

@@ -48,7 +48,7 @@ class Disaggregated:
     def serve(self, send: Callable[[], Sent], ask: Callable[[], None]) -> Sent:
         """Have ``send`` bring the weights to the servers, and begin their turn; a collective.
 
-        ask: rank 0's, at the begin of a turn that the actor has no part in.
+        ask: called on rank 0 when the servers' turn begins, if the actor has no part in it.
         """
         return send()
 

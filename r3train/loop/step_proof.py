@@ -138,7 +138,7 @@ class StepProof:
 def canary_log_probs(reads: Sequence[tuple[ServerRead, list[np.ndarray] | None]]) -> CanaryLogProbs:
     """Gather the log-probs of canaries as all servers and the actor said them; a text's first token has none.
 
-    reads: each with the actor's by its own routers, None where it was not asked.
+    reads: each with the actor's by its own routers, None where it was not asked; these count if all have them.
     """
     readings = [reading for read, _ in reads for reading in read.readings]
     halved = [reading for read, _ in reads for reading in read.halved]
@@ -146,7 +146,7 @@ def canary_log_probs(reads: Sequence[tuple[ServerRead, list[np.ndarray] | None]]
     return CanaryLogProbs(
         server=np.concatenate([reading.whole.log_probs[1:] for reading in readings]),
         actor=np.concatenate([own[1:] for read, _ in reads for own in read.actor]),
-        live=np.concatenate(live) if live else None,
+        live=np.concatenate(live) if len(live) == len(readings) else None,
         early=np.concatenate([reading.early.log_probs[1:] for reading in halved]),
         warm=np.concatenate([reading.warm.log_probs[1:] for reading in halved]),
     )

@@ -34,8 +34,8 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 
 # Of sound updates the worst mean was 1.61 times that of the version before, after a step of adapters with a large learning rate.
 _MEAN, _LARGEST = 3.0, 4.0
-# The largest of all tokens' differences has a long tail in bfloat16: of some 1,200 sound updates of one run to the
-# next it was 5.3 times that of the version before, once.
+# The largest difference of all tokens has a long tail in bfloat16: once in some 1,200 sound updates it was 5.3 times that
+# of the version before.
 _LARGEST_GAP = 10.0
 # A family's floor is of the largest difference; the mean of rounding was a fifteenth of its largest.
 _MEAN_OF_FLOOR = 1 / 16

@@ -257,12 +257,6 @@ def glm(request, tmp_path_factory):
     yield from opened("glm4_moe", request.param, run_dir)
 
 
-@pytest.fixture(scope="module")
-def gpt_oss(tmp_path_factory):
-    """With attention sinks, which SGLang keeps in bfloat16."""
-    yield from opened("gpt_oss", "float32", tmp_path_factory.mktemp("gpt_oss"))
-
-
 def test_sound_updates_pass_and_are_recorded(glm):
     for lr in (1e-3, 1e-4, 1e-7):
         assert glm.update(lr)["served/passed"]
@@ -327,14 +321,3 @@ def test_a_restarted_server_with_the_checkpoints_weights_answers_no_rollout(tmp_
         [f for f in audit.findings if f.claim == SERVED]
     )
     assert pointer(saved) == int(found[1]) == steps_done(run_dir)
-
-
-@pytest.mark.slow
-def test_BOUND_names_sinks_that_were_kept(gpt_oss):
-    assert gpt_oss.caught_by(1e-3, servers=1, fault=gpt_oss.kept("sinks")) == "BOUND"
-
-
-@pytest.mark.slow
-def test_sound_updates_of_servers_that_store_less_pass(gpt_oss):
-    for lr in (1e-3, 1e-4, 1e-5):
-        assert gpt_oss.update(lr)["served/passed"]

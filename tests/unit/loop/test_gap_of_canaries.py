@@ -45,3 +45,10 @@ def test_kernels_and_cache_are_read_off_the_same_tokens_of_all_servers():
     assert budget["gap/cache_mean"] == pytest.approx(0.25)
     assert budget["gap/cache_k1"] == pytest.approx(-0.25 * 2 / 8)
     assert budget["gap/rest_k1"] == pytest.approx(1 + 0.5 + 0.0625)  # the actor is above the server
+
+
+def test_the_actors_own_routers_count_only_where_they_were_asked_for_every_server():
+    """A server that was lost keeps its last reading, and the pass by own routers is of those in use."""
+    lost = read(1, 0.75, 0.5)[0], None
+    found = canary_log_probs([read(0, 0.25, 0.0), lost])
+    assert found.live is None and len(found.server) == 2 * 2 * 7
