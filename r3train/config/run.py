@@ -140,6 +140,14 @@ class RunConfig(Section):
         return self.replay.r3_audit_share if self.r3_check_enabled and exact else 0.0
 
     @property
+    def server_dtype(self) -> str:
+        """The dtype in which servers compute, as torch spells it."""
+        own = self.rollout.sglang.get("dtype")
+        if own in (None, "auto"):
+            return self.model.dtype_name
+        return {"float": "float32", "half": "float16"}.get(str(own), str(own))
+
+    @property
     def canaries(self) -> int:
         """r3_canaries; 0 with the check off, and where servers cannot say what the actor says.
 
@@ -147,8 +155,7 @@ class RunConfig(Section):
         server has several replicas, of which any answers.
         """
         servers = self.rollout.sglang
-        dtype = self.model.dtype_name
-        alike = servers.get("dtype") in (None, "auto", dtype) and not servers.get("quantization")
+        alike = self.server_dtype == self.model.dtype_name and not servers.get("quantization")
         alone = servers.get("dp_size") in (None, 1)
         trains = not self.checkpoint.debug_rollout_only
         if not (self.r3_check_enabled and self.has_engines and alike and alone and trains):

@@ -130,6 +130,7 @@ class StepProof:
             self.routes.read,
             self.hf.moe_layer_numbers,
             log_probs=log_probs,
+            dtype=self.config.server_dtype,
         )
         # a prompt that was computed under other weights than its answer is not compared
         return records, rechecked.missed + len(rechecked.parts) - len(records)

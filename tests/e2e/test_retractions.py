@@ -185,7 +185,9 @@ def rechecked_under_pressure(server, models) -> tuple[list[RolloutSample], list[
     samples = [sample for group in groups for sample, _ in group]
     layers = list(range(1, NUM_LAYERS + 1))
     assert stats["retracted_answers"] > 0, stats
-    return samples, compare_rollout(0, rechecked, samples, lambda s: s, layers, log_probs=True)
+    return samples, compare_rollout(
+        0, rechecked, samples, lambda s: s, layers, log_probs=True, dtype="float32"
+    )
 
 
 def test_rows_of_retracted_answers_are_found_where_they_are_accepted(server, models):
