@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from r3train.data.sampled import no_log_prob, outside_vocabulary
-from r3train.engine.backend import EngineError, Request, Segment
+from r3train.engine.backend import Drafts, EngineError, Request, Segment
 from r3train.routing.wire import decode_routed_experts
 from r3train.types import Reading, Rechecked, RecheckPart, RouteShape
 
@@ -128,6 +128,7 @@ def read_answer(
         finish_reason,
         retractions,
         cached_tokens=cached,
+        drafts=Drafts() if never_computed else _drafts(meta, name),
         mask_counts=mask_counts,
         mask_ids=mask_ids,
     )
@@ -312,6 +313,27 @@ def _retractions(meta: Mapping[str, Any], needed: bool, name: str) -> int:
     if type(count) is not int or count < 0:
         raise ValueError(f"sample {name}: num_retractions is {count!r}, expected a count")
     return count
+
+
+def _drafts(meta: Mapping[str, Any], name: str) -> Drafts:
+    """``spec_num_proposed_drafts`` and its like, which answers of a server without drafts have not.
+
+    Source: SGLang 0.5.23, ``TokenizerManager._calculate_spec_decoding_metrics``.
+    """
+    if "spec_verify_ct" not in meta:
+        return Drafts()
+    found = tuple(
+        meta.get(f"spec_{key}")
+        for key in ("num_proposed_drafts", "num_correct_drafts", "verify_ct")
+    )
+    if not all(type(count) is int for count in found) or not (
+        0 <= found[1] <= found[0] and found[2] > 0
+    ):
+        raise ValueError(
+            f"sample {name}: {found[1]!r} of {found[0]!r} drafts were right in {found[2]!r} verifications:"
+            " expected counts, and not more right ones than drafts"
+        )
+    return Drafts(*found)
 
 
 def _cached_tokens(meta: Mapping[str, Any], input_len: int, needed: bool, name: str) -> int:

@@ -7,7 +7,7 @@ servers that are restarted, and tests have an engine without a model.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -130,6 +130,17 @@ class Request:
         return f"{self.sample_id} (prompt {self.prompt_id!r})"
 
 
+class Drafts(NamedTuple):
+    """What came of the drafts of an answer that was decoded speculatively; zeros of any other.
+
+    Of a verification with 3 drafts of which 2 were right the answer has 3 tokens: (3, 2, 1).
+    """
+
+    proposed: int = 0
+    accepted: int = 0
+    verifications: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class Segment:
     """The checked answer to one request: O new tokens, and R route rows.
@@ -149,6 +160,7 @@ class Segment:
     num_retractions: int = 0
     server: int = 0  # index of the server that answered
     cached_tokens: int = 0  # tokens that the server took from its prefix cache, below T
+    drafts: Drafts = Drafts()
     # the tokens that sampling kept, in ``SamplingParams.mask_vocab``; None if it is None
     mask_counts: np.ndarray | None = None  # int32[O], at least 1
     mask_ids: np.ndarray | None = None  # int32[mask_counts.sum()], token after token

@@ -194,6 +194,7 @@ class _Call:
             try:
                 segment = await shared.backend.generate(request)
                 self._check_newest(segment.weight_versions.max(initial=-1))
+                shared.counts.add(segment.drafts)
                 again = self._is_retracted(segment)
                 count = 0 if again else len(segment.token_ids)
                 if not again:

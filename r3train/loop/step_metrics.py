@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -180,8 +180,20 @@ def source_metrics(now: Mapping[str, Any], before: Mapping[str, Any]) -> dict[st
         "rollout/resumed": since("resumed_rollouts"),
         "rollout/computed_again": since("recheck_tokens"),
         "rollout/retracted": since("retracted_answers"),
+        **draft_metrics(since),
         **fates,
         **agent_metrics(now.get("agent", {}), before.get("agent", {})),
+    }
+
+
+def draft_metrics(since: Callable[[str], float]) -> dict[str, float]:
+    """How good the servers' drafts were; nothing where none were made.  since: a count's growth, by its name."""
+    if not (verifications := since("draft_verifications")):
+        return {}
+    accepted = since("drafts_accepted")
+    return {
+        "rollout/spec_accept_rate": accepted / max(since("drafts_proposed"), 1),
+        "rollout/spec_accept_length": 1 + accepted / verifications,
     }
 
 

@@ -82,6 +82,8 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("rollout/resumed", "samples", "samples continued after an abort"),
         Metric("rollout/retracted", "answers", "answers that a server retracted and computed again"),
         Metric("rollout/retracted_samples", "samples", "samples of the step with a retracted answer"),
+        Metric("rollout/spec_accept_rate", "share", "drafts of servers with --sglang-speculative-algorithm that were right"),
+        Metric("rollout/spec_accept_length", "tokens", "tokens per verification of drafts, the one that follows them included"),
         Metric("rollout/computed_again", "tokens", "tokens that the recheck had the servers compute once more"),
     ),
     "Training": (

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from r3train.config.rollout_settings import RolloutSection
-from r3train.engine.backend import Request, Segment
+from r3train.engine.backend import Drafts, Request, Segment
 from r3train.types import Prompt, RouteShape
 
 ROUTES = RouteShape(num_layers=2, topk=2, num_experts=8)
@@ -91,6 +91,7 @@ class SimulatedEngine:
             rows_start=first,
             finish_reason=reason,
             num_retractions=int(retracted),
+            drafts=Drafts(3 * count, count, count),
         )
 
     async def pause_generation(self, mode="in_place"):

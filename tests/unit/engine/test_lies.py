@@ -63,6 +63,14 @@ def log_probs(*values, ids=IDS):
     return {"output_token_logprobs": [[value, i, None] for value, i in zip(values, ids)]}
 
 
+def drafts(right, made, verifications):
+    return {
+        "spec_num_correct_drafts": right,
+        "spec_num_proposed_drafts": made,
+        "spec_verify_ct": verifications,
+    }
+
+
 def ended(reason, ids):
     """An answer of these ids that ended so; all else fits."""
     count = len(ids)
@@ -121,6 +129,11 @@ LIES = {
     "cached tokens below 0": ({"cached_tokens": -1}, None, "cached_tokens is -1, expected 0 to 2"),
     "more cached than sent": ({"cached_tokens": 4}, None, "cached_tokens is 4, expected 0 to 2"),
     "true cached tokens": ({"cached_tokens": True}, None, "cached_tokens is True, expected 0 to 2"),
+    "more drafts right than made": (drafts(4, 3, 1), None, "4 of 3 drafts were right in 1 ver"),
+    "drafts below 0": (drafts(-1, 3, 1), None, "-1 of 3 drafts were right"),
+    "drafts of no verification": (drafts(1, 3, 0), None, "1 of 3 drafts were right in 0 ver"),
+    "drafts in text": (drafts(1, "3", 1), None, "1 of '3' drafts were right"),
+    "a part of the drafts": ({"spec_verify_ct": 1}, None, "None of None drafts were right"),
     "true retractions": ({"num_retractions": True}, None, "num_retractions is True"),
     "too short": (
         ended({"type": "length", "length": 2}, [9, 11]),

@@ -17,6 +17,7 @@ from r3train.algo.reward_stats import GroupStats
 from r3train.engine.backend import SamplingParams
 from r3train.generation.producer import Producer
 from r3train.generation.rollout_task import Asking, Episodes
+from r3train.engine.backend import Drafts
 from r3train.generation.counts import Counts
 from r3train.types import TrainSample
 from tests.unit.simulated_engine import SimulatedEngine, prompt_for, rollout_section
@@ -78,6 +79,21 @@ def test_the_seconds_of_rollout_are_those_with_a_request_in_flight_since_the_las
         before = stats
     assert [m["perf/rollout_s"] for m in seen] == [3.0, 2.0, 0.0]
     assert [m["perf/rollout_idle_share"] for m in seen] == [0.25, 0.0, 1.0]
+
+
+def test_drafts_are_counted_from_the_answer_to_the_metrics_and_none_are_nothing():
+    """Three answers, of which the second step's two made (6, 4, 2) and (3, 0, 1)."""
+    counts = Counts()
+    state = lambda: {**counts.stats(), "outcomes": {}, "buffered_groups": 0}  # noqa: E731
+    counts.add(Drafts())
+    assert not [key for key in source_metrics(state(), {}) if "spec" in key]
+    counts.add(Drafts(30, 30, 10))
+    before = state()
+    counts.add(Drafts(6, 4, 2))
+    counts.add(Drafts(3, 0, 1))
+    metrics = source_metrics(state(), before)
+    assert metrics["rollout/spec_accept_rate"] == 4 / 9
+    assert metrics["rollout/spec_accept_length"] == 1 + 4 / 3
 
 
 def test_a_file_from_before_the_field_is_read(tmp_path):

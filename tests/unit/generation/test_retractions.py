@@ -85,7 +85,9 @@ def test_accepted_answers_are_counted_and_trained_as_they_are():
         samples = trained(producer)
         counts = producer.stats()
     accepted = [s for s in samples if s.num_retractions]
-    assert source_metrics(counts, {})["rollout/retracted"] >= len(accepted)
+    of_source = source_metrics(counts, {})
+    assert of_source["rollout/retracted"] >= len(accepted)
+    assert of_source["rollout/spec_accept_rate"] == pytest.approx(1 / 3)  # as the engine says
     groups = group_stats(np.zeros((2, 2)))
     of_step = [TrainSample(s, 0.0, np.zeros(s.num_tokens, np.float32)) for s in samples]
     metrics = rollout_metrics(0, groups, of_step)
