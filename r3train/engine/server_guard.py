@@ -38,7 +38,7 @@ from r3train.cuda_environment import set_kernel_cache
 from r3train.process_tree import adopt_orphans, signal_when_parent_ends
 
 _POLL_S = 0.5
-_SIGHTINGS = 3
+_SIGHTINGS = 6  # on a crowded machine a helper may wait for a second before it runs its own program
 _SCAN_S = 1.0
 _REPORT_GRACE_S = 3.0
 # Helpers remove shared memory once its users are gone, and end.  On an idle machine that takes no
