@@ -119,11 +119,11 @@ def _send_seconds(rank: int, num_bytes: int, weights: bool) -> float:
     message = torch.ones(num_bytes, dtype=torch.uint8)
     # experts' matrices in bfloat16, in buckets of a fourth, as DistributedPublisher sends them
     matrices = [(str(i), part) for i, part in enumerate(message.view(torch.bfloat16).chunk(32))]
-    received = torch.empty(num_bytes // 4, dtype=torch.uint8)
+    memory = torch.empty(num_bytes // 4, dtype=torch.uint8)
 
     def publish() -> None:
         for bucket in buckets(matrices, num_bytes // 4):
-            dist.broadcast(received if rank else flatten(bucket, "cpu"), 0)
+            dist.broadcast(memory if rank else flatten(bucket, memory), 0)
 
     def send() -> None:
         dist.send(message, 1) if rank == 0 else dist.recv(message, 0)

@@ -101,7 +101,8 @@ def measure(actor: MegatronActor, addr: str, tiny: Path, rounds: int) -> dict[st
 
         # the tensors themselves: a view of them would be what is copied
         weights = [(name, t.clone()) for name, t in actor.hf_weights()]
-        flat = flatten(weights, "cpu")
+        size = sum(tensor.nbytes for _, tensor in weights)
+        flat = flatten(weights, torch.empty(size, dtype=torch.uint8))
         target = torch.empty_like(flat)
         versions = count(1)
         ways = {"broadcast": network, "disk": disk, "memory": memory}

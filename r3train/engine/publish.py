@@ -128,16 +128,43 @@ def _units(
         )
 
 
-def flatten(bucket: list[tuple[str, torch.Tensor]], device: torch.device | str) -> torch.Tensor:
-    """One uint8 tensor on ``device``: the bytes of every tensor of the bucket, in order.
+@torch.no_grad()
+def flatten(bucket: Sequence[tuple[str, torch.Tensor]], memory: torch.Tensor) -> torch.Tensor:
+    """Copy the bytes of every tensor of the bucket, in order, into ``memory``; returns the part that they fill.
 
+    memory: uint8, at least as long as the bucket.  Tensors of a GPU may be copied to the host's.
     Source: SGLang 0.5.23, ``FlattenedTensorBucket.empty`` computes the same offsets.
     """
-    parts = [
-        tensor.detach().to(device).contiguous().reshape(-1).view(torch.uint8)
-        for _, tensor in bucket
-    ]
-    return torch.cat(parts)
+    sizes = [tensor.nbytes for _, tensor in bucket]
+    flat = memory[: sum(sizes)]
+    for place, (_, tensor) in zip(flat.split(sizes), bucket, strict=True):
+        place.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
+    if bucket[0][1].is_cuda and not flat.is_cuda:
+        torch.cuda.current_stream().synchronize()
+    return flat
+
+
+_NO_MEMORY = torch.empty(0, dtype=torch.uint8)
+
+
+class _BucketMemory:
+    """Memory for two buckets: one is filled while the other is on its way."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pieces = [_NO_MEMORY, _NO_MEMORY]
+
+    def fill(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> torch.Tensor:
+        """Return the bucket's bytes as ``flatten``; they stay until the next bucket but one."""
+        self._pieces.reverse()
+        size = sum(tensor.nbytes for _, tensor in bucket)
+        if self._pieces[0].nbytes < size:
+            pinned = bucket[0][1].is_cuda and self._device.type == "cpu"
+            self._pieces[0] = _NO_MEMORY  # not the old and the new one at once
+            self._pieces[0] = torch.empty(
+                size, dtype=torch.uint8, device=self._device, pin_memory=pinned
+            )
+        return flatten(bucket, self._pieces[0])
 
 
 class DistributedPublisher(WeightPublisher):
@@ -182,6 +209,7 @@ class DistributedPublisher(WeightPublisher):
         self._is_warm = False  # the group has sent something
         self._failed: dist.ProcessGroup | None = None
         self._store: dist.TCPStore | None = None
+        self._memory = _BucketMemory(self._device)
 
     def connect(self) -> None:
         """Join a process group with every server rank; this rank is its rank 0.
@@ -221,7 +249,8 @@ class DistributedPublisher(WeightPublisher):
         """Send every tensor; the version label changes with the last bucket.
 
         A bucket is gathered and laid out while the one before it is sent and loaded: two are in memory,
-        next to the tensors of a third.
+        next to the tensors of a third.  On a host that memory is kept for the next update, pinned where the
+        weights are on a GPU: pages that are new cost more than what is written into them.
         Raises EngineError or EngineDied from the engine, ValueError for a fused expert name or no
         tensor at all, and WeightUpdateError when the broadcast itself fails.
         """
@@ -237,16 +266,17 @@ class DistributedPublisher(WeightPublisher):
                 named_tensors, self._bucket_bytes, self._together, self._fused_experts
             )
             for bucket, is_last in _with_last(grouped):
-                flat = flatten(bucket, self._device)
+                flat = self._memory.fill(bucket)
+                kinds = {name: kind_of(tensor) for name, tensor in bucket}
                 if on_its_way is not None:
                     self._arrive(on_its_way)
                 else:
                     with self._kept_in_step():
                         others = list(self._others())
                 on_its_way = None
-                on_its_way = self._send(bucket, flat, version if is_last else None)
+                on_its_way = self._send(kinds, flat, version if is_last else None)
                 num_bytes += flat.nbytes
-                sent |= {name: kind_of(tensor) for name, tensor in bucket}
+                sent |= kinds
                 num_buckets += 1
             if on_its_way is None:
                 raise ValueError("there was no weight to publish")
@@ -260,6 +290,8 @@ class DistributedPublisher(WeightPublisher):
                     self._engine.end_weight_update()
             raise
         self._engine.end_weight_update()
+        if self._device.type == "cuda":  # its allocator gives it to the next step, and is quick
+            self._memory = _BucketMemory(self._device)
         for part in others:
             sent |= part.sent
             num_bytes += part.num_bytes
@@ -271,13 +303,13 @@ class DistributedPublisher(WeightPublisher):
         return ()
 
     def _send(
-        self, bucket: list[tuple[str, torch.Tensor]], flat: torch.Tensor, version: int | None
+        self, kinds: dict[str, TensorKind], flat: torch.Tensor, version: int | None
     ) -> _OnItsWay:
-        """Start a bucket on its way; flat: as ``flatten`` gives it."""
+        """Start a bucket on its way; kinds: of its tensors, flat: as ``flatten`` gives it."""
         loaded = self._engine.update_weights_from_distributed(
-            names=[name for name, _ in bucket],
-            dtypes=[kind_of(tensor).dtype for _, tensor in bucket],
-            shapes=[list(tensor.shape) for _, tensor in bucket],
+            names=list(kinds),
+            dtypes=[kind.dtype for kind in kinds.values()],
+            shapes=[list(kind.shape) for kind in kinds.values()],
             group_name=self._group_name,
             load_format="flattened_bucket",
             weight_version=version,
@@ -322,6 +354,7 @@ class DistributedPublisher(WeightPublisher):
             yield
         except BaseException:
             self._failed, self._group, self._store = self._group, None, None
+            self._memory = _BucketMemory(self._device)  # what is sent still may be read for long
             raise
 
     def _wait(

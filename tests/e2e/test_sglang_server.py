@@ -25,9 +25,10 @@ from r3train.generation.group_scorer import GroupScorer
 from r3train.engine.client import SGLangClient
 from r3train.engine.server import SGLangServer
 from r3train.engine.teacher import ServedTeacher
-from r3train.engine.publish import DistributedPublisher, flatten
+from r3train.engine.publish import DistributedPublisher
 from r3train.engine.publish_disk import DiskPublisher
 from r3train.engine.publish_memory import SharedMemoryPublisher
+from r3train.hf_checkpoint import kind_of
 
 pytestmark = pytest.mark.e2e
 
@@ -267,8 +268,9 @@ def test_a_server_that_refuses_a_bucket_ends_the_broadcast_at_once(engine, at_ve
     publisher = DistributedPublisher(engine, bucket_bytes=1 << 20)
     publisher.connect()
     with pytest.raises(EngineError, match="must run between"):
-        bucket = [("model.norm.weight", torch.ones(64))]
-        publisher._arrive(publisher._send(bucket, flatten(bucket, "cpu"), 1))
+        norm = torch.ones(64)
+        kinds = {"model.norm.weight": kind_of(norm)}
+        publisher._arrive(publisher._send(kinds, norm.view(torch.uint8), 1))
     publisher.close()
 
 

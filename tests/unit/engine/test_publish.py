@@ -75,8 +75,9 @@ def test_half_a_pair_is_refused():
 
 def test_flattened_bytes_are_those_of_every_tensor_in_order():
     bucket = [("a", torch.arange(6.0).reshape(2, 3).t()), ("b", torch.tensor(7.0))]
-    flat = flatten(bucket, "cpu")
-    assert flat.dtype == torch.uint8
+    memory = torch.full((40,), 9, dtype=torch.uint8)
+    flat = flatten(bucket, memory)
+    assert flat.data_ptr() == memory.data_ptr() and memory[28:].tolist() == [9] * 12
     assert flat.view(torch.float32).tolist() == [0, 3, 1, 4, 2, 5, 7]
 
 
@@ -488,6 +489,25 @@ def test_a_bucket_is_made_while_the_one_before_it_is_sent(alone, monkeypatch):
     later = ["made", "loaded", "sent"]
     assert log == ["made", "sent", *later, *later, "loaded", "ended"]
     assert (done.num_buckets, done.num_bytes, engine.version) == (3, 24, 2)
+    publisher.close()
+
+
+def test_two_buckets_take_turns_in_memory_that_stays_for_the_next_update(alone, monkeypatch):
+    places, flat = [], publish.flatten
+    monkeypatch.setattr(publish, "_ALIVE_EVERY_S", 0.01)
+
+    def noted(bucket, memory):
+        places.append((memory.data_ptr(), memory.nbytes))
+        return flat(bucket, memory)
+
+    monkeypatch.setattr(publish, "flatten", noted)
+    publisher = DistributedPublisher(SlowEngine([]), bucket_bytes=8)
+    publisher.publish(tensors(2, 2, 2, 1), version=1)
+    publisher.publish(tensors(2, 2), version=2)
+    assert places[0] != places[1]
+    assert places == [*places[:2]] * 3
+    publisher.publish(tensors(9), version=3)  # larger than a bucket
+    assert places[-1][1] == 36
     publisher.close()
 
 
