@@ -4,8 +4,8 @@
   in ``ps``, and writes it to its log with all its arguments: here the flag is added inside the
   process, and hidden in the log.
 - Schedulers send routes in the smallest type that holds them.
-- Without CUDA the workers are forks of this process, and not new ones that import everything again, and
-  --enable-memory-saver releases memory of the CPU.
+- Without CUDA the workers are forks of this process, and not new ones that import everything again,
+  --enable-memory-saver releases memory of the CPU, and memory for a bucket of weights is kept for the next one.
 
 Source: SGLang 0.5.23, ``launch_server.py`` (arguments from ``sys.argv``),
 ``Engine._launch_subprocesses`` (``logger.info(f"server_args=...")``) and ``_set_envs_and_config``
@@ -71,12 +71,18 @@ def fork_workers() -> None:
 
 
 def do_without_cuda() -> None:
-    """Fork workers, release the CPU's memory, and import no Megatron, which SGLang's dumper of tensors would."""
+    """Fork workers, release the CPU's memory, keep that of weight updates, and import no Megatron.
+
+    SGLang's dumper of tensors would import it.
+    """
     from r3train.cpu import memory_saver
 
     stand_in("torch_memory_saver", memory_saver, "it releases CUDA's memory only")
     stand_in("megatron", None, "SGLang's dumper of tensors imports it, for most of a second")
     fork_workers()
+    from r3train.cpu import received_bucket  # imports SGLang
+
+    received_bucket.keep()
 
 
 def main() -> None:
