@@ -21,11 +21,13 @@ from pathlib import Path
 # Source: SGLang 0.5.23, ``_set_envs_and_config``; slime and miles do the same.
 NCCL_DEFAULTS = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
 # A rank's own.  With one hardware queue Megatron's collectives start before the kernels that they are to
-# overlap with; packs of unequal length leave holes in segments of fixed size.
+# overlap with; packs of unequal length leave holes in segments of fixed size.  Where tilelang is, which SGLang needs,
+# flash-linear-attention would take another kernel than the one that was compared for a part of the backward pass.
 RANK_DEFAULTS = {
     **NCCL_DEFAULTS,
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+    "FLA_TILELANG": "0",
 }
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # two names of one setting
 

@@ -99,11 +99,13 @@ def topology_conflicts(hf: HfModelFacts, parallel: ParallelSection) -> Iterator[
             yield f"--{flag} {size}: {hf.model_type} needs 1: {reason}"
     if not family.whole_heads:
         return
-    tp, content = parallel.tensor_model_parallel_size, load_model_config(hf.path)
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    content = load_model_config(hf.path)
     for key, reason in family.whole_heads.items():
-        heads = content.get(key)
-        if isinstance(heads, int) and heads % tp:
+        heads, of_contexts = content.get(key), cp if key in family.heads_of_contexts else 1
+        if isinstance(heads, int) and heads % (tp * of_contexts):
+            times = f" times --context-parallel-size {cp}" if of_contexts > 1 else ""
             yield (
-                f"--tensor-model-parallel-size {tp} does not divide {key} {heads} of {hf.model_type}:"
-                f" {reason}"
+                f"--tensor-model-parallel-size {tp}{times} does not divide {key} {heads} of"
+                f" {hf.model_type}: {reason}"
             )

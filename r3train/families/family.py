@@ -50,6 +50,8 @@ class Family:
     """Sizes of the topology that must be 1, each with the reason."""
     whole_heads: Mapping[str, str] = field(default_factory=dict)
     """Counts of heads in config.json that tensor ranks must divide, each with the reason."""
+    heads_of_contexts: tuple[str, ...] = ()
+    """Those of them that context-parallel ranks divide too."""
     conflicts: Callable[[Config], Iterator[str]] = _no_conflict
     """Yields complaints about several keys together."""
     unfused_rope: str = ""

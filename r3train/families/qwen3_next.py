@@ -77,9 +77,13 @@ GATED_QKV = Weight(
     layers=_FULL,
     lora=True,
 )
+_INPUT_NORMS = (
+    replace(INPUT_NORM, layers=_FULL),
+    replace(INPUT_NORM, layers=_LINEAR, te_name=f"{ATTENTION}in_proj.layer_norm_weight"),
+)
 # of a layer but its delta net and its experts
 HYBRID = (
-    *(INPUT_NORM, GATED_QKV, replace(HEADS[1], layers=_FULL), *qk_norms(layers=_FULL)),
+    *(*_INPUT_NORMS, GATED_QKV, replace(HEADS[1], layers=_FULL), *qk_norms(layers=_FULL)),
     *(MLP_NORM, router(), *GATED_SHARED_EXPERT),
 )
 
@@ -118,7 +122,7 @@ def hybrid(keys: Keys) -> Fields:
             "add_qkv_bias": False,
             "qk_layernorm": True,
             "attention_output_gate": True,
-            "apply_rope_fusion": False,
+            "layernorm_zero_centered_gamma": True,
         }
         | {name: keys[name] for name in _LINEAR_SIZES}
     )
@@ -157,11 +161,11 @@ QWEN3_NEXT = Family(
     ),
     hybrid,
     SILU | {"attention_bias": (False, False), "mlp_only_layers": ([], [])},
-    alone={"context_parallel_size": "its linear attention is not cut over ranks"},
     whole_heads={
         "num_key_value_heads": "the gate of its attention is cut between key heads",
         "linear_num_key_heads": "its linear attention is cut between heads",
     },
+    heads_of_contexts=("linear_num_key_heads",),
     conflicts=hybrid_conflicts,
     defaults={
         **{"norm_topk_prob": True, "head_dim": 256, "linear_conv_kernel_dim": 4},
@@ -169,7 +173,6 @@ QWEN3_NEXT = Family(
     },
     rotary=part_of_heads_rotates,
     layers="gated_delta_net",
-    unfused_rope="this model was verified with Megatron's own layers only",
     tiny={"qwen3_next": TinyModel("Qwen3Next", tiny_hybrid, FULL_EVERY_FOURTH, recipe_version=2)},
 )
 

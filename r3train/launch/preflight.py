@@ -26,7 +26,12 @@ from r3train.config.cross_checks import (
 from r3train.config.data_settings import METADATA_KEY
 from r3train.config.hf_facts import HfModelFacts, read_hf_facts
 from r3train.config.sources import ConfigError, raise_all
-from r3train.families import FAMILIES, has_sinks, is_of_text_and_images
+from r3train.families import (
+    FAMILIES,
+    has_linear_attention,
+    has_sinks,
+    is_of_text_and_images,
+)
 from r3train.families.checks import untrained_parts
 from r3train.cuda_environment import visible_gpus
 from r3train.data.file_fingerprint import FileFingerprint
@@ -262,6 +267,8 @@ class _Checks:
             with suppress(PackageNotFoundError):  # which check_layers_here has said
                 engine = version("transformer_engine")
                 self.attempt(SETTINGS, check_sinks, hf.model_type, engine, config)
+        if visible_gpus() and has_linear_attention(hf.model_type):
+            self.attempt(SETTINGS, check_linear_kernels, hf.model_type)
         self.attempt(SETTINGS, check_adapter, config.lora, hf)
         names: Iterable[str] = ()
         if self.for_node:
@@ -575,6 +582,23 @@ def check_sinks(model_type: str, transformer_engine: str, config: RunConfig) -> 
         raise ValueError(
             f"{model_type}: --context-parallel-size above 1 with cp_comm_type {exchange!r}: Transformer Engine has"
             " attention with sinks over ranks for --transformer-override cp_comm_type=a2a only"
+        )
+
+
+def check_linear_kernels(model_type: str) -> None:
+    """Raise ValueError where the kernels of linear attention are not installed, or are older than those compared.
+
+    Before 0.5 they are silently wrong on Hopper with Triton 3.4 and later: the gradients of decays and betas.
+    Source: issue 640 of flash-linear-attention, and its ``chunk_bwd_dqkwg`` of 0.4.2 and 0.5.2.
+    """
+    try:
+        found = version("flash-linear-attention")
+    except PackageNotFoundError:
+        found = ""
+    if tuple(int(part) for part in found.split(".")[:2] if part.isdigit()) < (0, 5):
+        raise ValueError(
+            f"{model_type} on a CUDA device: flash-linear-attention {found or 'is not installed'}; expected 0.5.2, as"
+            " in requirements/gpu.txt"
         )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from r3train.patches import patch
 
@@ -202,15 +203,24 @@ def _patch_distributed_optimizer_checkpoint() -> None:
 
 
 def _patch_norm() -> None:
-    """Allow norms under sequence parallelism (MoE with TP needs it); WrappedTorchNorm refuses."""
+    """Allow norms under sequence parallelism (MoE with TP needs it), and zero-centred ones."""
     from megatron.core.models import backends
     from megatron.core.models.gpt import gpt_layer_specs
+
+    class ZeroCentredNorm(torch.nn.RMSNorm):
+        """RMSNorm times (1 + weight)."""
+
+        def forward(self, x):
+            y = F.rms_norm(x.float(), x.shape[-1:], eps=self.eps)
+            return (y * (1.0 + self.weight.float())).to(x.dtype)
 
     class SequenceParallelNorm:
         """torch's norm; its weights are tagged, so that their gradients are summed."""
 
         def __new__(cls, config, hidden_size, eps=1e-5, **_):
             kind = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
+            if config.layernorm_zero_centered_gamma:
+                kind = ZeroCentredNorm
             norm = kind(normalized_shape=hidden_size, eps=eps)
             for p in norm.parameters():
                 p.sequence_parallel = config.sequence_parallel
@@ -226,5 +236,5 @@ def _patch_norm() -> None:
             SequenceParallelNorm,
             expects="(config, hidden_size, eps=1e-05, persist_layer_norm=False,"
             " zero_centered_gamma=False, normalization='LayerNorm')",
-            why="it refuses sequence parallelism, which MoE with tensor ranks needs",
+            why="it refuses sequence parallelism, which MoE with tensor ranks needs, and zero-centred weights",
         )

@@ -44,8 +44,8 @@ IN_BF16 = ("tp2ep2", "pp2_uneven")
 # changes of the stand-in
 PLANTED = {
     "a fused norm's epsilon": (
-        "self.layer_norm_weight, self.eps",
-        "self.layer_norm_weight, 2 * self.eps",
+        "norm = self.layer_norm_weight, self.eps",
+        "norm = self.layer_norm_weight, 2 * self.eps",
     ),
     "the order of the experts": (
         'weights = [getattr(self, f"weight{i}") for i in range(self.num_gemms)]',

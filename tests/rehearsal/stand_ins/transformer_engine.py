@@ -45,9 +45,10 @@ def _mark_sharded(p: torch.nn.Parameter, dim: int) -> None:
     p.tensor_model_parallel, p.partition_dim, p.partition_stride = True, dim, 1
 
 
-def _normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    y = x.float()
-    return (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
+def _normed(x: torch.Tensor, weight: torch.Tensor, eps: float, zero_centered: bool) -> torch.Tensor:
+    y, scale = x.float(), weight.float()
+    scale = 1.0 + scale if zero_centered else scale
+    return (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps) * scale).to(x.dtype)
 
 
 class _FusedProduct(torch.autograd.Function):
@@ -100,14 +101,13 @@ class RMSNorm(_Module):
         device: Any = "cuda",
     ):
         super().__init__()
-        assert not zero_centered_gamma
-        self.eps = eps
+        self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
         ones = torch.ones(normalized_shape, device=device, dtype=params_dtype)
         self.weight = torch.nn.Parameter(ones)
         self.weight.sequence_parallel = sequence_parallel
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _normed(x, self.weight, self.eps)
+        return _normed(x, self.weight, self.eps, self.zero_centered_gamma)
 
 
 class Linear(_Module):
@@ -186,8 +186,8 @@ class LayerNormLinear(Linear):
         **linear: Any,
     ):
         super().__init__(in_features, out_features, **linear)
-        assert normalization == "RMSNorm" and not (return_layernorm_output or zero_centered_gamma)
-        self.eps = eps
+        assert normalization == "RMSNorm" and not return_layernorm_output
+        self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
         ones = torch.ones(in_features, device=linear["device"], dtype=linear["params_dtype"])
         self.layer_norm_weight = torch.nn.Parameter(ones)
         self.layer_norm_weight.sequence_parallel = self.sequence_parallel
@@ -198,7 +198,8 @@ class LayerNormLinear(Linear):
         is_first_microbatch: bool | None = None,
         fp8_output: bool = False,
     ) -> Any:
-        return super().forward(_normed(inp, self.layer_norm_weight, self.eps), is_first_microbatch)
+        norm = self.layer_norm_weight, self.eps, self.zero_centered_gamma
+        return super().forward(_normed(inp, *norm), is_first_microbatch)
 
 
 class GroupedLinear(_Module):

@@ -291,16 +291,24 @@ def test_a_tiny_model_of_every_family_passes_the_dry_run(family, of):
 
 @pytest.mark.parametrize(
     "family, field",
-    [
-        ("gpt_oss", "expert_tensor_parallel_size"),
-        ("qwen3_next", "context_parallel_size"),
-        ("qwen3_5_moe", "context_parallel_size"),
-    ],
+    [("gpt_oss", "expert_tensor_parallel_size")],
 )
 def test_a_topology_in_which_a_family_was_not_verified_is_refused(family, field, of):
     flag = f"--{field.replace('_', '-')} 2: {family} needs 1"
     with pytest.raises(ValueError, match=flag):
         check_model(config(**{field: 2}), read_hf_facts(of(family) / "model"), 2)
+
+
+def test_context_parallel_ranks_share_the_heads_of_linear_attention(of):
+    hf = read_hf_facts(of("qwen3_next", linear_num_key_heads=4) / "model")
+    both = dict(tensor_model_parallel_size=2, sequence_parallel=True)
+    check_model(config(**both, context_parallel_size=2), hf, 4)
+    with pytest.raises(ValueError) as refused:
+        check_model(config(**both, context_parallel_size=4), hf, 8)
+    assert str(refused.value).startswith(
+        "--tensor-model-parallel-size 2 times --context-parallel-size 4 does not divide"
+        " linear_num_key_heads 4 of qwen3_next: "
+    )
 
 
 @pytest.mark.parametrize(

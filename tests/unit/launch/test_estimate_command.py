@@ -130,14 +130,15 @@ def test_a_topology_that_is_found_fits_and_would_be_accepted(recipe, model, gpus
 
 
 def test_what_a_family_forbids_is_not_proposed():
-    """gpt-oss' experts are not split; a model of linear attention has no context parallelism."""
+    """gpt-oss' experts are not split; two key heads of attention are not cut over four tensor ranks."""
     config, model = of("gpt_oss_20b", "gpt-oss-20b")
     every = search(config, model, 64, 1e15, 10_000)
     assert {fit.config.parallel.expert_tensor_parallel_size for fit in every} == {1}
     assert max(fit.config.parallel.context_parallel_size for fit in every) > 1
     hybrid = Model(read_hf_facts(PUBLISHED / "Qwen3-Next-80B-A3B"))
-    every = search(of("qwen3_30b_a3b", "Qwen3-30B-A3B")[0], hybrid, 16, 1e15, 10_000)
-    assert {fit.config.parallel.context_parallel_size for fit in every} == {1}
+    every = search(of("qwen3_30b_a3b", "Qwen3-30B-A3B")[0], hybrid, 64, 1e15, 10_000)
+    assert {fit.config.parallel.tensor_model_parallel_size for fit in every} == {1, 2}
+    assert {fit.config.parallel.context_parallel_size for fit in every} == {1, 2, 4, 8}
 
 
 def test_slower_ways_come_after_faster_ones():

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tomllib
 from functools import partial
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -29,7 +30,8 @@ from r3train.config.options import parse_train_flags
 from r3train.data.tokenizer import load_tokenizer
 from r3train.hf_checkpoint import identity
 from r3train.launch.other_models import check_other_model, served_teacher
-from r3train.launch.preflight import check_sinks, preflight
+from r3train.launch import preflight as preflight_module
+from r3train.launch.preflight import check_linear_kernels, check_sinks, preflight
 from r3train.launch.limits import server_ports
 from r3train.launch.resume import resume_point, run_facts
 from r3train.verify.tiny import build
@@ -386,6 +388,25 @@ def test_a_cuda_device_without_transformer_engines_torch_part_is_refused(
     assert result.exit_code == 2, result.output
     named = "hide the device" if backend == "local" else "transformer_engine.pytorch"
     assert f"--attention-backend {backend}" in result.output and named in result.output
+
+
+@pytest.mark.parametrize("found", ["", "0.4.2", "0.5.2", "0.6.0"])
+def test_kernels_of_linear_attention_that_are_lacking_or_wrong_on_hopper_are_refused(
+    found, monkeypatch
+):
+    def version_of(name: str) -> str:
+        assert name == "flash-linear-attention"
+        if not found:
+            raise PackageNotFoundError(name)
+        return found
+
+    monkeypatch.setattr(preflight_module, "version", version_of)
+    if found >= "0.5":
+        return check_linear_kernels("qwen3_next")
+    with pytest.raises(
+        ValueError, match=f"attention {found or 'is not installed'}; expected 0.5.2"
+    ):
+        check_linear_kernels("qwen3_next")
 
 
 CUT = ["--context-parallel-size", "2"]

@@ -1,0 +1,80 @@
+"""The kernels of flash-linear-attention that Megatron's gated delta net calls, in plain torch.
+
+The library has triton kernels only.  Names, arguments and results are those of flash-linear-attention 0.5.2, as far
+as megatron-core 0.19.2 asks for them.  ``tests/kernels/test_linear_attention.py`` compares them with the library's.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from r3train.cpu.packed_attention import places, spread
+from r3train.patches import patch
+
+
+def install() -> None:
+    """Give them to Megatron's gated delta net."""
+    from megatron.core.ssm.gated_delta_net import common, gdn
+
+    why = "flash-linear-attention has triton kernels only"
+    for module, name, twin in (
+        (common, "HAVE_FLA", True),
+        (common, "l2norm", l2norm),
+        (gdn, "causal_conv1d", causal_conv1d),
+        (gdn, "chunk_gated_delta_rule", chunk_gated_delta_rule),
+    ):
+        patch(module, name, twin, expects=None, why=why)
+
+
+def l2norm(x: torch.Tensor) -> torch.Tensor:
+    """Divide [..., d] by its length, in float32."""
+    y = x.float()
+    return (y * torch.rsqrt(y.square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+def causal_conv1d(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: None,
+    activation: str,
+    initial_state: None,
+    output_final_state: bool,
+    cu_seqlens: torch.Tensor,
+) -> tuple[torch.Tensor, None]:
+    """Convolve each channel of a pack [1, n, d] with its window [d, w] of rows before and its own, then silu.
+
+    cu_seqlens: int[sequences + 1]; no window reaches into the sequence before.
+    """
+    assert bias is None and initial_state is None and not output_final_state
+    assert activation == "silu", activation
+    own, (channels, width) = places(cu_seqlens, 1, 0), weight.shape
+    batch = spread(x[0].float(), own, len(cu_seqlens) - 1).transpose(1, 2)
+    out = F.conv1d(batch, weight[:, None].float(), padding=width - 1, groups=channels)
+    return F.silu(out).transpose(1, 2)[own.sequence, own.slot][None].to(x.dtype), None
+
+
+def chunk_gated_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    initial_state: None,
+    output_final_state: bool,
+    use_qk_l2norm_in_kernel: bool,
+    cu_seqlens: torch.Tensor,
+) -> tuple[torch.Tensor, None]:
+    """Attend in each sequence of a pack from an empty state; [1, n, heads, value].
+
+    q, k: [1, n, heads, key].  v: [1, n, heads, value].  g: float32[1, n, heads], the logarithm of the decay.  beta:
+    [1, n, heads].
+    """
+    from megatron.core.ssm.gated_delta_net import torch_chunk_gated_delta_rule
+
+    assert initial_state is None and not (output_final_state or use_qk_l2norm_in_kernel)
+    own, sequences = places(cu_seqlens, 1, 0), len(cu_seqlens) - 1
+    # rows after a sequence's last have keys and betas of zero: they change no state
+    batch = [spread(x[0], own, sequences) for x in (q, k, v, g, beta)]
+    out, _ = torch_chunk_gated_delta_rule(*batch)
+    return out[own.sequence, own.slot][None], None
