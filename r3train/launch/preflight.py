@@ -592,12 +592,12 @@ def check_linear_kernels(model_type: str) -> None:
     Source: issue 640 of flash-linear-attention, and its ``chunk_bwd_dqkwg`` of 0.4.2 and 0.5.2.
     """
     try:
-        found = version("flash-linear-attention")
+        found = version("fla-core")
     except PackageNotFoundError:
         found = ""
     if tuple(int(part) for part in found.split(".")[:2] if part.isdigit()) < (0, 5):
         raise ValueError(
-            f"{model_type} on a CUDA device: flash-linear-attention {found or 'is not installed'}; expected 0.5.2, as"
+            f"{model_type} on a CUDA device: fla-core {found or 'is not installed'}; expected 0.5.2, as"
             " in requirements/gpu.txt"
         )
 

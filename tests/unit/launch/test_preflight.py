@@ -395,7 +395,7 @@ def test_kernels_of_linear_attention_that_are_lacking_or_wrong_on_hopper_are_ref
     found, monkeypatch
 ):
     def version_of(name: str) -> str:
-        assert name == "flash-linear-attention"
+        assert name == "fla-core"
         if not found:
             raise PackageNotFoundError(name)
         return found
@@ -404,7 +404,7 @@ def test_kernels_of_linear_attention_that_are_lacking_or_wrong_on_hopper_are_ref
     if found >= "0.5":
         return check_linear_kernels("qwen3_next")
     with pytest.raises(
-        ValueError, match=f"attention {found or 'is not installed'}; expected 0.5.2"
+        ValueError, match=f"fla-core {found or 'is not installed'}; expected 0.5.2"
     ):
         check_linear_kernels("qwen3_next")
 

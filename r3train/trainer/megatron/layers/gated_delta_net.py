@@ -71,7 +71,7 @@ def adapt_gated_delta_net(
         linear_attention.install()
     elif not gdn.HAVE_FLA:
         raise ValueError(
-            "a model with linear attention needs flash-linear-attention on a CUDA device, which is not installed;"
+            "a model with linear attention needs fla-core on a CUDA device, which is not installed;"
             " r3train docs installation says how to install it"
         )
     backend = TESpecProvider() if use_te else LocalSpecProvider()
