@@ -15,8 +15,10 @@ from safetensors.torch import load_file
 
 from r3train.config.hf_facts import read_hf_facts
 from r3train.cpu.torchvision_stub import declare_torchvision_ops
-from r3train.families import is_of_text_and_images
-from r3train.hf_checkpoint import read_transformers_config
+from r3train.doctor.reference import model_class
+from r3train.families import FAMILIES
+from r3train.hf_checkpoint import is_trained, read_transformers_config
+from r3train.verify.tiny import save_weights
 
 
 class HfReference:
@@ -24,14 +26,13 @@ class HfReference:
 
     def __init__(self, directory: Path):
         declare_torchvision_ops()
-        from transformers import AutoModelForCausalLM
-
         config = read_transformers_config(directory)
-        self._num_experts = read_hf_facts(directory).num_experts
-        self._of_text_and_images = is_of_text_and_images(config.model_type)
-        self.model = AutoModelForCausalLM.from_pretrained(
-            directory, config=config, dtype=torch.float32
-        ).eval()
+        self._hf = read_hf_facts(directory)
+        self.model = (
+            model_class(config)
+            .from_pretrained(directory, config=config, dtype=torch.float32)
+            .eval()
+        )
         self._given: np.ndarray | None = None  # int[T, L, K]
         self._chosen: dict[int, torch.Tensor] = {}
         for name, module in self.model.named_modules():
@@ -46,7 +47,7 @@ class HfReference:
 
         def choose(scores: torch.Tensor, k: int, *args: Any, **kwargs: Any) -> Any:
             experts = torch.from_numpy(self._given[:, layer].astype(np.int64))
-            if scores.shape[-1] != self._num_experts:  # groups of experts
+            if scores.shape[-1] != self._hf.num_experts:  # groups of experts
                 return topk(scores, k, *args, **kwargs)
             return torch.return_types.topk((scores.gather(-1, experts), experts))
 
@@ -74,12 +75,14 @@ class HfReference:
         return log_probs, {layer: c[:-1].numpy() for layer, c in self._chosen.items()}
 
     def gradients(self, directory: Path) -> dict[str, torch.Tensor]:
-        """The gradients under the hub's names: saving takes fused experts apart, where the hub does."""
+        """The gradients under the hub's names, without a vision tower, which has none."""
         for parameter in self.model.parameters():
-            parameter.data = parameter.grad
-        self.model.save_pretrained(directory, save_original_format=not self._of_text_and_images)
+            parameter.data = parameter.data if parameter.grad is None else parameter.grad
+        family = FAMILIES[self._hf.model_type]
+        save_weights(self.model, directory, next(iter(family.tiny.values())))
         tensors = load_file(directory / "model.safetensors")
-        if not self._of_text_and_images:
-            return tensors
-        # transformers took the language model out of the whole
-        return {n.replace("model.", "model.language_model.", 1): t for n, t in tensors.items()}
+        if not any(name.startswith(family.weights.prefix) for name in tensors):
+            # transformers took the language model out of the whole
+            prefix = family.weights.prefix
+            tensors = {name.replace("model", prefix, 1): t for name, t in tensors.items()}
+        return {name: t for name, t in tensors.items() if is_trained(name, self._hf)}

@@ -15,17 +15,27 @@ if TYPE_CHECKING:
     import torch
 
 
+def model_class(config: Any) -> Any:
+    """transformers' class of a language model, or of the whole model of text and images that has it inside."""
+    import transformers
+
+    if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        return transformers.AutoModelForCausalLM
+    return transformers.AutoModelForImageTextToText
+
+
 def load_reference(path: Path, *, bf16: bool) -> Reference:
     """Load a checkpoint of any verified family; returns its forward of int32[T]."""
     declare_torchvision_ops()
     import torch
-    from transformers import AutoModelForCausalLM
 
     config = read_transformers_config(path)
     dtype = torch.bfloat16 if bf16 else torch.float32
-    model = AutoModelForCausalLM.from_pretrained(
-        path, config=config, dtype=dtype, local_files_only=True
-    ).eval()
+    model = (
+        model_class(config)
+        .from_pretrained(path, config=config, dtype=dtype, local_files_only=True)
+        .eval()
+    )
     layers: list[torch.Tensor] = []  # of the forward that runs, in the order of the layers
     for name, router in model.named_modules():
         if type(router).__name__.endswith("Router"):

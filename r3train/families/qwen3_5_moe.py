@@ -17,7 +17,13 @@ from r3train.families.qwen3_next import (
     tiny_hybrid,
 )
 from r3train.families.rows import fused_experts
-from r3train.families.tiny_options import HALF_ROTATED, TinyModel, TinyOptions
+from r3train.families.tiny_options import (
+    HALF_ROTATED,
+    TinyModel,
+    TinyOptions,
+    positions_on_three_axes,
+    vision,
+)
 from r3train.families.transformer import Fields, Keys
 from r3train.families.weights import DiskTensor, Table
 
@@ -44,15 +50,9 @@ def _transformer(keys: Keys) -> Fields:
 
 
 def _tiny(o: TinyOptions) -> dict[str, Any]:
-    pairs = o.head_dim // 4  # half of a head is rotated, by pairs of numbers
-    sections = [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3]
-    rope = HALF_ROTATED | {"mrope_section": sections, "mrope_interleaved": True}
+    # half of a head is rotated, by pairs of numbers
+    rope = HALF_ROTATED | positions_on_three_axes(o.head_dim // 4)
     return tiny_hybrid(o) | {"rope_parameters": rope}
-
-
-def _vision(o: TinyOptions) -> dict[str, Any]:
-    sizes = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2}
-    return sizes | {"out_hidden_size": o.hidden_size, "num_position_embeddings": 16}
 
 
 QWEN3_5_MOE = replace(
@@ -74,7 +74,12 @@ QWEN3_5_MOE = replace(
     conflicts=_conflicts,
     tiny={
         "qwen3_5_moe": TinyModel(
-            "Qwen3_5Moe", _tiny, FULL_EVERY_FOURTH, vision=_vision, recipe_version=2
+            "Qwen3_5Moe",
+            _tiny,
+            FULL_EVERY_FOURTH,
+            vision=vision,
+            experts="together",
+            recipe_version=2,
         )
     },
 )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +58,16 @@ class TinyModel:
     ``kind``: of transformers' classes, the name before Config and ForCausalLM.  ``sizes``: the
     configuration next to what all families share.  ``published``: keys of a published config.json that
     transformers does not save, and SGLang reads.  ``vision``: of a model of text and images, which has all
-    these in text_config, the sizes of its vision tower.  ``recipe_version`` is raised when the same options
-    give other files.
+    these in text_config, the sizes of its vision tower.  ``experts``: how published files hold them, where
+    transformers saves them otherwise: "together", all of a layer in one tensor, or "turned", the first axis of their
+    matrices the inputs.  ``recipe_version`` is raised when the same options give other files.
     """
 
     kind: str
     sizes: Callable[[TinyOptions], dict[str, Any]]
     published: Mapping[str, Any] = field(default_factory=dict)
     vision: Callable[[TinyOptions], dict[str, Any]] | None = None
+    experts: Literal["", "together", "turned"] = ""
     recipe_version: int = 1
 
 
@@ -94,6 +96,18 @@ def with_local_experts(o: TinyOptions, **more: Any) -> dict[str, Any]:
     """Return the keys of experts as Mixtral and its heirs have them."""
     sizes = {"num_local_experts": o.num_experts, "num_experts_per_tok": o.topk}
     return sizes | {"intermediate_size": o.moe_intermediate_size} | more
+
+
+def positions_on_three_axes(pairs: int) -> dict[str, Any]:
+    """Return the keys by which so many pairs of a head's numbers rotate with time, height and width."""
+    sections = [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3]
+    return {"mrope_section": sections, "mrope_interleaved": True}
+
+
+def vision(o: TinyOptions) -> dict[str, Any]:
+    """Return the sizes of the vision tower that Qwen's models have."""
+    sizes = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2}
+    return sizes | {"out_hidden_size": o.hidden_size, "num_position_embeddings": 16}
 
 
 # positions by which a half of every head is rotated

@@ -25,7 +25,7 @@ from r3train.config.data_settings import PromptFile
 from r3train.data.prompts import read_records
 from r3train.environments.calculator import calculator_prompts, calculator_words
 from r3train.families import TINY_NAMES, tiny_model_of
-from r3train.families.tiny_options import SIZES, TinyOptions, shared
+from r3train.families.tiny_options import SIZES, TinyModel, TinyOptions, shared
 
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<unk>")
 CATEGORIES = {
@@ -183,13 +183,27 @@ def _save_model(directory: Path, options: TinyOptions) -> None:
 def save(model: Any, directory: Path, options: TinyOptions) -> None:
     """Save a model with the names and configuration keys that the family's published checkpoints have."""
     family = tiny_model_of(options)
-    # transformers would part the experts, which published models of text and images hold together
-    model.save_pretrained(directory, save_original_format=family.vision is None)
+    save_weights(model, directory, family)
     if family.published:
         file = directory / "config.json"
         content = json.loads(file.read_text(encoding="utf-8"))
         (content if family.vision is None else content["text_config"]).update(family.published)
         file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def save_weights(model: Any, directory: Path, family: TinyModel) -> None:
+    """Save a model of transformers with its experts as the family's published files hold them."""
+    from safetensors.torch import load_file, save_file
+
+    model.save_pretrained(directory, save_original_format=family.experts != "together")
+    if family.experts != "turned":
+        return
+    file = directory / "model.safetensors"
+    tensors = {
+        name: tensor.transpose(1, 2).contiguous() if ".mlp.experts." in name else tensor
+        for name, tensor in load_file(file).items()
+    }
+    save_file(tensors, file, {"format": "pt"})
 
 
 def random_model(options: TinyOptions, **changes: Any) -> Any:

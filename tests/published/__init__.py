@@ -14,9 +14,10 @@ from pathlib import Path
 
 from r3train.config.hf_facts import read_hf_facts
 from r3train.cpu.torchvision_stub import declare_torchvision_ops
+from r3train.doctor.reference import model_class
 from r3train.families import FAMILIES
 from r3train.families.published import PUBLISHED
-from r3train.hf_checkpoint import read_transformers_config
+from r3train.hf_checkpoint import is_trained, read_transformers_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 _BFLOAT16_BYTES = 2
@@ -63,25 +64,27 @@ RECIPES = (
 
 
 def shapes_of(directory: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor that the checkpoint of ``directory``/config.json has, by name.
+    """Return the shape of every trained tensor that the checkpoint of ``directory``/config.json has, by name.
 
-    As transformers saves them under the hub's names, but for a model of text and images: of its language
-    model the hub has the experts together, as transformers holds them.
+    As transformers saves them under the hub's names, but for experts that the hub has otherwise.
     """
     declare_torchvision_ops()
     import torch
-    from transformers import AutoModelForCausalLM
     from transformers.core_model_loading import revert_weight_conversion
 
+    hf = read_hf_facts(directory)
+    family, config = FAMILIES[hf.model_type], read_transformers_config(directory)
+    prefix, tiny = family.weights.prefix, next(iter(family.tiny.values()))
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(read_transformers_config(directory))
-    tensors, prefix = (
-        model.state_dict(),
-        FAMILIES[read_hf_facts(directory).model_type].weights.prefix,
-    )
-    if prefix == "model":
+        model = model_class(config).from_config(config)
+    tensors = model.state_dict()
+    if tiny.experts != "together":
         tensors = revert_weight_conversion(model, tensors)
-    return {name.replace("model", prefix, 1): tuple(t.shape) for name, t in tensors.items()}
+    if tiny.experts == "turned":
+        tensors = {n: t.mT if ".mlp.experts." in n else t for n, t in tensors.items()}
+    if not any(name.startswith(prefix) for name in tensors):
+        tensors = {name.replace("model", prefix, 1): t for name, t in tensors.items()}
+    return {name: tuple(t.shape) for name, t in tensors.items() if is_trained(name, hf)}
 
 
 def write_config(directory: Path, model: str) -> None:

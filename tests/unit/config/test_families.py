@@ -81,17 +81,20 @@ def test_of_text_and_images_one_is_trained_by_text_alone_and_the_dry_run_says_so
 
 
 @pytest.mark.parametrize(
-    "keys, message",
+    "family, keys, message",
     [
-        ({"norm_topk_prob": False}, "norm_topk_prob is False"),
-        ({"attn_output_gate": False}, "attn_output_gate is False"),
-        ({"output_gate_type": "sigmoid"}, "output_gate_type is 'sigmoid'"),
-        ({"partial_rotary_factor": 0.25}, "SGLang rotates 0.25 of a head"),
-        ({"mtp_num_hidden_layers": 0, "hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ("qwen3_5_moe", {"norm_topk_prob": False}, "norm_topk_prob is False"),
+        ("qwen3_5_moe", {"attn_output_gate": False}, "attn_output_gate is False"),
+        ("qwen3_5_moe", {"output_gate_type": "sigmoid"}, "output_gate_type is 'sigmoid'"),
+        ("qwen3_5_moe", {"partial_rotary_factor": 0.25}, "SGLang rotates 0.25 of a head"),
+        ("qwen3_5_moe", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ("qwen3_vl_moe", {"norm_topk_prob": False}, "norm_topk_prob is False"),
     ],
 )
-def test_a_setting_of_its_language_model_that_was_not_verified_is_refused(keys, message, of):
-    model = of("qwen3_5_moe")
+def test_a_setting_of_its_language_model_that_was_not_verified_is_refused(
+    family, keys, message, of
+):
+    model = of(family)
     text = json.loads((model / "model" / "config.json").read_text())["text_config"]
     change(model, text_config=text | keys)
     assert message in refused(model)
@@ -112,7 +115,7 @@ def test_the_published_configuration_of_its_language_model_is_taken(tmp_path):
 PARAMETERS = {
     **{"DeepSeek-V2-Lite": 15.7, "Kimi-K2-Instruct": 1026.4, "MiniMax-M2": 228.7},
     **{"Mixtral-8x7B": 46.7, "OLMoE-1B-7B": 6.9, "Qwen2-57B-A14B": 57.4},
-    "Qwen3-Next-80B-A3B": 79.7,
+    **{"Qwen3-Next-80B-A3B": 79.7, "Qwen3-VL-30B-A3B": 30.5},
 }
 
 
