@@ -2,7 +2,7 @@
 
     PYTHONPATH=tests/rehearsal/stand_ins torchrun -m tests.rehearsal.host_reads REPORT MODEL
 
-MODEL is a checkpoint; experts are spread over the ranks.  The device is that of ``device_alone``.  A read of one of
+MODEL is a checkpoint; experts are spread over the ranks, and with linear attention sequences are, in bfloat16.  The device is that of ``device_alone``.  A read of one of
 its tensors waits for all work before it, and so does a copy to the host that is not asked to go on next to it; what
 such a copy gave is read without waiting, after the event that is waited for.  Those of the adaptations to a CPU are
 not counted: they are not there on CUDA.  Writes REPORT.RANK.json.
@@ -28,12 +28,15 @@ install(DEVICE_ALONE)
 
 import torch  # noqa: E402
 from megatron.core.models.common.embeddings import rope_utils  # noqa: E402
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet  # noqa: E402
 from megatron.core.transformer.moe import moe_layer  # noqa: E402
 
 from r3train.config.hf_facts import read_hf_facts  # noqa: E402
 from r3train.cpu import device as cpu_device  # noqa: E402
 from r3train.host_group import join_ranks  # noqa: E402
+from r3train.families import has_linear_attention  # noqa: E402
 from r3train.patches import torch_without_cuda  # noqa: E402
+from r3train.trainer.megatron.layers.gated_delta_net import PackedGatedDeltaNet  # noqa: E402
 from tests.oracle.actors import actor_of, configuration, samples, slices_of  # noqa: E402
 
 # of a tensor of the device; the first two are copies
@@ -49,11 +52,15 @@ def counted() -> Iterator[Counter[str]]:
     found: Counter[str] = Counter()
     event = torch_without_cuda.Event
     real = {name: (torch.Tensor, getattr(torch.Tensor, name)) for name in READS}
-    real["synchronize"] = event, event.synchronize
+    real |= {"synchronize": (event, event.synchronize), "equal": (torch, torch.equal)}
 
-    def waits(name: str, tensor: Any, out: Any, non_blocking: bool = False, **_: Any) -> bool:
+    def waits(
+        name: str, tensor: Any, out: Any, args: tuple, non_blocking: bool = False, **_: Any
+    ) -> bool:
         if name == "synchronize":
             return True
+        if name == "equal":  # a tensor is known to equal itself
+            return DEVICE_ALONE.holds(tensor) and args[0] is not tensor
         copied = name in READS[:2]
         return DEVICE_ALONE.holds(tensor) and not (
             copied and (non_blocking or DEVICE_ALONE.holds(out))
@@ -64,7 +71,11 @@ def counted() -> Iterator[Counter[str]]:
             out = real[name][1](self, *args, **named)
             files = [f.filename for f in traceback.extract_stack()[:-1]]
             asking = [f for f in files if any(part in f for part in WATCHED)]
-            if asking and not asking[-1].startswith(CPU_ALONE) and waits(name, self, out, **named):
+            if (
+                asking
+                and not asking[-1].startswith(CPU_ALONE)
+                and waits(name, self, out, args, **named)
+            ):
                 found[Path(asking[-1]).name] += 1
             return out
 
@@ -80,10 +91,13 @@ def counted() -> Iterator[Counter[str]]:
 
 
 def reads(checkpoint: Path) -> dict[str, Any]:
-    hf = read_hf_facts(checkpoint)
+    hf, ranks = read_hf_facts(checkpoint), torch.distributed.get_world_size()
+    is_hybrid = has_linear_attention(hf.model_type)
     config = configuration(
         checkpoint,
-        expert_model_parallel_size=torch.distributed.get_world_size(),
+        expert_model_parallel_size=ranks,
+        context_parallel_size=ranks if is_hybrid else 1,
+        bf16=is_hybrid,
         attention_backend="te",
         use_rollout_routing_replay=True,
         enable_r3_correctness_check=True,
@@ -105,6 +119,10 @@ def reads(checkpoint: Path) -> dict[str, Any]:
                 actor.train_step(slices, old, None)
         with second_read(), counted() as found["planted"]:
             actor.compute_log_probs(slices, None)
+        if is_hybrid:
+            PackedGatedDeltaNet._resolve_cu_seqlens = GatedDeltaNet._resolve_cu_seqlens
+            with counted() as found["megatron's delta net"]:
+                actor.compute_log_probs(slices, None)
         actor.model.config.apply_rope_fusion = False
         rope_utils._apply_rotary_pos_emb_thd = megatrons_rotation
         with counted() as found["megatron's rotation"]:

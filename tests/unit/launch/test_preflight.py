@@ -403,9 +403,7 @@ def test_kernels_of_linear_attention_that_are_lacking_or_wrong_on_hopper_are_ref
     monkeypatch.setattr(preflight_module, "version", version_of)
     if found >= "0.5":
         return check_linear_kernels("qwen3_next")
-    with pytest.raises(
-        ValueError, match=f"fla-core {found or 'is not installed'}; expected 0.5.2"
-    ):
+    with pytest.raises(ValueError, match=f"fla-core {found or 'is not installed'}; expected 0.5.2"):
         check_linear_kernels("qwen3_next")
 
 
