@@ -16,7 +16,7 @@ from r3train.config.hf_facts import HfModelFacts, load_model_config
 from r3train.config.lora_settings import LoraSection
 from r3train.data.rotated_files import PART_BYTES
 from r3train.families import FAMILIES, weights_of
-from r3train.families.weights import OUTPUT_LAYER, ModelWeights, Weight
+from r3train.families.weights import OUTPUT_LAYER, ModelWeights, Sizes, Weight
 from r3train.launch.gpus import server_size
 from r3train.routing.layers import layers_by_stage, recomputed_moe_layers
 from r3train.types import is_checked
@@ -143,19 +143,22 @@ class Model:
         keys = rows.get("k_proj.weight", 0) + rows.get("v_proj.weight", 0)
         return Layer(
             self._parameters(weights, table.layer_prefix(layer_id)),
-            *(values, _attended(rows), keys, rows.get("kv_a_proj_with_mqa.weight", 0)),
+            *(values, _attended(rows, table.sizes), keys, rows.get("kv_a_proj_with_mqa.weight", 0)),
         )
 
 
 _NONE = Parameters()
 
 
-def _attended(rows: Mapping[str, int]) -> int:
+def _attended(rows: Mapping[str, int], sizes: Sizes) -> int:
     """Numbers of queries and keys that attention keeps next to its matrices' outputs; rows: of its tensors.
 
-    A norm of each head keeps as many; one over all heads keeps float32 too.  Of its 5
+    A delta net has a query and a key for each head of values, its output, that of its norm, and a triangular matrix of
+    each chunk of 64 tokens.  A norm of each head keeps as many; one over all heads keeps float32 too.  Of its 5
     numbers one is fitted: with 4 a rank of MiniMax-M2 took more than its estimate.
     """
+    if "linear_attn.A_log" in rows:
+        return sizes["linear_heads"] * (2 * sizes["linear_key"] + 2 * sizes["linear_value"] + 64)
     if "k_proj.weight" not in rows:  # of MLA's low ranks
         return 0
     queries, keys = rows["q_proj.weight"], rows["k_proj.weight"]

@@ -43,6 +43,7 @@ RECIPES = (
     Recipe("glm_4_7_flash", "GLM-4.7-Flash", 16, 80),
     Recipe("qwen3_30b_a3b", "Qwen3-30B-A3B", 8, 141),
     Recipe("qwen3_30b_a3b_two_nodes", "Qwen3-30B-A3B", 8, 80),
+    Recipe("qwen3_5_35b_a3b_two_nodes", "Qwen3.5-35B-A3B", 8, 80),
     Recipe("glm_4_5_air", "GLM-4.5-Air", 64, 80),
     Recipe("mixtral_8x7b", "Mixtral-8x7B", 16, 80),
     Recipe("qwen2_57b_a14b", "Qwen2-57B-A14B", 32, 80),
@@ -55,6 +56,7 @@ RECIPES = (
     Recipe("gpt_oss_20b_one_node", "gpt-oss-20b", 4, 80),
     Recipe("glm_4_7_flash_one_node", "GLM-4.7-Flash", 4, 80),
     Recipe("qwen3_30b_a3b_one_node", "Qwen3-30B-A3B", 4, 80),
+    Recipe("qwen3_5_35b_a3b_one_node", "Qwen3.5-35B-A3B", 4, 80),
     Recipe("deepseek_v2_lite_one_node", "DeepSeek-V2-Lite", 4, 80),
     # in turns with them
     Recipe("qwen3_30b_a3b_colocated", "Qwen3-30B-A3B", 8, 80),

@@ -48,7 +48,11 @@ SHOWN = (
     *("flashinfer_allreduce_fusion_backend", "enable_return_routed_experts"),
 )
 # GPUs of a served server whose recipe names no command for it
-SERVED_GPUS = {"qwen3_30b_a3b": 2, "qwen3_30b_a3b_two_nodes": 2}
+SERVED_GPUS = {
+    "qwen3_30b_a3b": 2,
+    "qwen3_30b_a3b_two_nodes": 2,
+    "qwen3_5_35b_a3b_two_nodes": 2,
+}
 _KERNELS = frozenset(
     "sgl_kernel flashinfer deep_gemm deep_ep flash_mla triton_kernels cutlass humming quack tilelang"
     " flash_attn nvshmem sgl_flash_mla mooncake nvidia_cutlass".split()

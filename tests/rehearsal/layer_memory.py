@@ -18,12 +18,14 @@ from typing import Any
 from tests.rehearsal.real_size import META, built_rank  # first: it adapts Megatron to a CPU
 
 import torch
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.transformer import mlp
 from megatron.core.transformer.moe import experts
 from transformer_engine import pytorch as te
 
 from r3train.config import RunConfig
 from r3train.config.hf_facts import read_hf_facts
+from r3train.cpu import linear_attention
 from tests.published import RECIPES, Recipe, shapes_of, write_config
 from tests.rehearsal.loss_memory import Account
 
@@ -80,6 +82,36 @@ def attention(self: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -
     shape = (*query.shape[:-2], query.shape[-2] * value.shape[-1])
     kept = ((shape, query.dtype), (query.shape[:-1], torch.float32))
     return Kernel.apply(shape, query.dtype, kept[1:], (), query, key, value)
+
+
+def convolved(x: torch.Tensor, weight: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
+    return Kernel.apply(x.shape, x.dtype, (), (), x, weight), None
+
+
+def of_length_one(x: torch.Tensor) -> torch.Tensor:
+    return Kernel.apply(x.shape, x.dtype, (), (), x)
+
+
+def delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """The delta rule by chunks of 64: it keeps their triangular matrices, and makes their states and these' gradients."""
+    rows = (*v.shape[:-1], 64)
+    states = (*v.shape[:-1], 2 * q.shape[-1] * v.shape[-1] // 64)
+    kept = ((rows, v.dtype), (g.shape, torch.float32))
+    return Kernel.apply(v.shape, v.dtype, kept, (states,), q, k, v, g, beta), None
+
+
+def gated_norm(self: Any, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """The norm, and what torch compiles to one kernel after it."""
+    y = self.out_norm(x.reshape(-1, x.shape[-1]))
+    return Kernel.apply(y.shape, x.dtype, (), (), y, gate.reshape(y.shape))
 
 
 def activated(x: torch.Tensor, *rest: Any) -> torch.Tensor:
@@ -158,6 +190,9 @@ def install() -> None:
     te.DotProductAttention.forward = attention
     experts.weighted_bias_swiglu_impl = experts.weighted_bias_quick_geglu_impl = activated
     mlp.bias_swiglu_impl = activated
+    linear_attention.l2norm, linear_attention.causal_conv1d = of_length_one, convolved
+    linear_attention.chunk_gated_delta_rule = delta_rule
+    GatedDeltaNet._apply_gated_norm = gated_norm
 
 
 def peak(layer: torch.nn.Module, rows: int, config: Any) -> int:
@@ -188,10 +223,12 @@ def measure(recipe: Recipe) -> dict[str, Any]:
             p = config.parallel
             rows = config.trainer.max_tokens_per_gpu // p.tensor_model_parallel_size
             for layer in built.unwrapped[0].decoder.layers:
-                kind = "experts" if hasattr(layer.mlp, "router") else "dense"
+                is_sparse = hasattr(layer.mlp, "router")
+                kind = "experts" if is_sparse else "dense"
+                kind += " of a delta net" if hasattr(layer.self_attention, "A_log") else ""
                 if kind in found:
                     continue
-                if kind == "experts":
+                if is_sparse:
                     local = hf.num_experts // p.expert_model_parallel_size
                     layer.mlp.token_dispatcher = Dispatcher(built.config, local)
                 for parameter in layer.parameters():

@@ -12,7 +12,7 @@ import pytest
 
 from r3train.config import RunConfig
 from r3train.config.hf_facts import HfModelFacts, read_hf_facts
-from r3train.families import tensor_names
+from r3train.families import has_linear_attention, tensor_names
 from r3train.families.published import PUBLISHED
 from r3train.launch import estimate
 from r3train.launch.estimate import Model, StageRanks, layer_bytes, logits_bytes, stages
@@ -154,9 +154,11 @@ def test_a_layer_on_paper_is_what_it_takes_at_its_peak(tmp_path):
         config = RunConfig.from_toml(recipe.path)
         model = model_of(recipe)
         hf = model.hf
-        layers = {"experts": hf.moe_layer_numbers[0]}
-        if 1 not in hf.moe_layer_numbers:
-            layers["dense"] = 1
+        layers = {}
+        for layer, traits in enumerate(model.table.traits, start=1):
+            kind = "experts" if "sparse" in traits else "dense"
+            is_linear = has_linear_attention(hf.model_type) and "linear" in traits
+            layers.setdefault(f"{kind} of a delta net" if is_linear else kind, layer)
         assert counted[recipe.file].keys() == layers.keys()
         for kind, layer in layers.items():
             on_paper = sum(layer_bytes(config, model, layer))
