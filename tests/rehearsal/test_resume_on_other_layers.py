@@ -25,14 +25,16 @@ TWO_RANKS: dict[str, Any] = dict(
     expert_model_parallel_size=2,
     use_distributed_optimizer=True,
 )
-# a dense layer before those with experts; latent attention; sinks, and biases of experts
+# a dense layer before those with experts; latent attention; sinks, and biases of experts; linear attention
 CASES = {"glm4_moe": {}, "glm4_moe bf16": dict(bf16=True), "deepseek_v3": {}, "gpt_oss": {}}
+CASES |= {"qwen3_next": {}}
 
 
 # as checkpoints have them since before there were any of Transformer Engine's layers
 NAMES = {
     "glm4_moe": "mlp.linear_fc1.layer_norm_weight",
     "deepseek_v3": "self_attention.kv_layernorm.weight",
+    "qwen3_next": "self_attention.linear_qkv.layer_norm_weight",
 }
 
 
