@@ -6,11 +6,15 @@ as megatron-core 0.19.2 asks for them.  ``tests/kernels/test_linear_attention.py
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
 
-from r3train.cpu.packed_attention import places, spread
 from r3train.patches import patch
+
+_CHUNK = 64  # tokens that the delta rule takes at once
 
 
 def install() -> None:
@@ -48,10 +52,14 @@ def causal_conv1d(
     """
     assert bias is None and initial_state is None and not output_final_state
     assert activation == "silu", activation
-    own, (channels, width) = places(cu_seqlens, 1, 0), weight.shape
-    batch = spread(x[0].float(), own, len(cu_seqlens) - 1).transpose(1, 2)
-    out = F.conv1d(batch, weight[:, None].float(), padding=width - 1, groups=channels)
-    return F.silu(out).transpose(1, 2)[own.sequence, own.slot][None].to(x.dtype), None
+    channels, width = weight.shape
+
+    def convolve(rows: torch.Tensor) -> torch.Tensor:
+        rows = rows.float().transpose(1, 2)
+        out = F.conv1d(rows, weight[:, None].float(), padding=width - 1, groups=channels)
+        return F.silu(out[..., : rows.shape[-1]]).transpose(1, 2).to(x.dtype)
+
+    return _in_batches(convolve, cu_seqlens, x), None
 
 
 def chunk_gated_delta_rule(
@@ -73,8 +81,27 @@ def chunk_gated_delta_rule(
     from megatron.core.ssm.gated_delta_net import torch_chunk_gated_delta_rule
 
     assert initial_state is None and not (output_final_state or use_qk_l2norm_in_kernel)
-    own, sequences = places(cu_seqlens, 1, 0), len(cu_seqlens) - 1
-    # rows after a sequence's last have keys and betas of zero: they change no state
-    batch = [spread(x[0], own, sequences) for x in (q, k, v, g, beta)]
-    out, _ = torch_chunk_gated_delta_rule(*batch)
-    return out[own.sequence, own.slot][None], None
+
+    def attend(*batch: torch.Tensor) -> torch.Tensor:
+        return torch_chunk_gated_delta_rule(*batch)[0]
+
+    return _in_batches(attend, cu_seqlens, q, k, v, g, beta), None
+
+
+def _in_batches(
+    function: Callable[..., torch.Tensor], cu_seqlens: torch.Tensor, *packs: torch.Tensor
+) -> torch.Tensor:
+    """Call ``function`` with packs [1, n, ...] as batches [sequences, longest, ...], padded with zeros; returns a pack.
+
+    A batch has the sequences of as many chunks: equal ones at once, and none with much padding.  The rows after a
+    sequence's last have keys and betas of zero: they change no state.
+    """
+    ends = cu_seqlens.tolist()
+    batches: dict[int, list[tuple[int, int]]] = {}
+    found: dict[int, torch.Tensor] = {}  # by the first row
+    for sequence in zip(ends, ends[1:]):
+        batches.setdefault(-(-(sequence[1] - sequence[0]) // _CHUNK), []).append(sequence)
+    for batch in batches.values():
+        given = (pad_sequence([pack[0, a:b] for a, b in batch], batch_first=True) for pack in packs)
+        found |= {a: own[: b - a] for (a, b), own in zip(batch, function(*given))}
+    return torch.cat([found[a] for a in ends[:-1]])[None]

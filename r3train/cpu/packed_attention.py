@@ -27,7 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
 @dataclass
-class Places:
+class _Places:
     """The places of local rows in the padded batch.
 
     sequence, slot: int64[n], row -> [sequence, slot]; position: int64[n] inside its sequence.
@@ -39,8 +39,7 @@ class Places:
     width: int
 
 
-def places(cu_seqlens: torch.Tensor, cp_size: int, cp_rank: int) -> Places:
-    """Return the places of one context-parallel rank's rows of a pack; cu_seqlens: int[sequences + 1]."""
+def _places(cu_seqlens: torch.Tensor, cp_size: int, cp_rank: int) -> _Places:
     lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).long()
     sequence = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
     position = torch.arange(int(lengths.sum())) - cu_seqlens[:-1].long()[sequence]
@@ -51,7 +50,7 @@ def places(cu_seqlens: torch.Tensor, cp_size: int, cp_rank: int) -> Places:
     local_lengths = lengths // cp_size
     starts = torch.cumsum(local_lengths, 0) - local_lengths
     slot = torch.arange(len(sequence)) - starts[sequence]
-    return Places(sequence, slot, position, int(local_lengths.max()))
+    return _Places(sequence, slot, position, int(local_lengths.max()))
 
 
 class PackedCoreAttention(MegatronModule):
@@ -112,7 +111,7 @@ class PackedCoreAttention(MegatronModule):
         query, key, value = (x.squeeze(1) if x.dim() == 4 else x for x in (query, key, value))
         cp_size, cp_rank = self.cp_group.size(), self.cp_group.rank()
         cu_seqlens = packed_seq_params.cu_seqlens_q
-        q_places = places(cu_seqlens, cp_size, cp_rank)
+        q_places = _places(cu_seqlens, cp_size, cp_rank)
         k_places = q_places
         if cp_size > 1:  # the backward of this gather is a reduce-scatter
             key = gather_from_sequence_parallel_region(key.contiguous(), group=self.cp_group)
@@ -120,15 +119,15 @@ class PackedCoreAttention(MegatronModule):
             k_places = _all_ranks_places(cu_seqlens, cp_size)
 
         num_sequences = len(cu_seqlens) - 1
-        q_positions = spread(q_places.position, q_places, num_sequences, fill=-1)
-        k_positions = spread(k_places.position, k_places, num_sequences, fill=1 << 30)
+        q_positions = _spread(q_places.position, q_places, num_sequences, fill=-1)
+        k_positions = _spread(k_places.position, k_places, num_sequences, fill=1 << 30)
         mask = k_positions[:, None, :] <= q_positions[:, :, None]
         if self.window is not None:
             mask &= k_positions[:, None, :] >= q_positions[:, :, None] - self.window
         # a filler query attends to everything: it is not gathered back, but must not be NaN
         mask = (mask | (q_positions < 0)[:, :, None])[:, None]
         q, k, v = (
-            spread(x, places, num_sequences).transpose(1, 2)
+            _spread(x, places, num_sequences).transpose(1, 2)
             for x, places in ((query, q_places), (key, k_places), (value, k_places))
         )
         if self.softmax_offset is not None:
@@ -149,17 +148,17 @@ class PackedCoreAttention(MegatronModule):
         return out.unsqueeze(1) if batched else out
 
 
-def _all_ranks_places(cu_seqlens: torch.Tensor, cp_size: int) -> Places:
+def _all_ranks_places(cu_seqlens: torch.Tensor, cp_size: int) -> _Places:
     """Return the places of all ranks' rows, in rank order, in a batch of whole sequences."""
-    parts = [places(cu_seqlens, cp_size, r) for r in range(cp_size)]
+    parts = [_places(cu_seqlens, cp_size, r) for r in range(cp_size)]
     sequence = torch.cat([p.sequence for p in parts])
     position = torch.cat([p.position for p in parts])
     # whole sequences: a row's slot is its position
     width = int((cu_seqlens[1:] - cu_seqlens[:-1]).max())
-    return Places(sequence, position, position, width)
+    return _Places(sequence, position, position, width)
 
 
-def spread(x: torch.Tensor, places: Places, num_sequences: int, fill: int = 0) -> torch.Tensor:
+def _spread(x: torch.Tensor, places: _Places, num_sequences: int, fill: int = 0) -> torch.Tensor:
     """Spread rows [n, ...] into a batch [sequences, width, ...]."""
     out = x.new_full((num_sequences, places.width, *x.shape[1:]), fill)
     return out.index_put((places.sequence, places.slot), x)
