@@ -66,6 +66,7 @@ def of_ranks() -> None:
 
     from r3train.generation.environment_loop import let_collected_transports_end
     from r3train.trainer.megatron import auxiliary_losses, checkpoint, optimizer, replay, rotary
+    from r3train.trainer.megatron.layers import gated_delta_net, latent_attention
 
     let_collected_transports_end()
     rotary.install()
@@ -89,8 +90,6 @@ def of_ranks() -> None:
     if device.type == "cuda":
         optimizer.clip_by_kernels()
     else:
-        from r3train.trainer.megatron.layers import gated_delta_net, latent_attention
-
         for adapt in (
             gated_delta_net.adapt_gated_delta_net,
             latent_attention.adapt_latent_attention,
