@@ -56,16 +56,20 @@ def _torch_native(runner: Any) -> Any:
     platform is made while SGLang's runner is being imported.
     """
     from r3train.cpu.batched_attention import BatchedAttention
+    from r3train.cpu.sparse_attention import SparseAttention
 
     memory_saver.runner = runner
     serve_families()
-    return BatchedAttention(runner)
+    is_sparse = getattr(runner.model_config.hf_config, "index_topk", None) is not None
+    return SparseAttention(runner) if is_sparse else BatchedAttention(runner)
 
 
 def serve_families() -> None:
-    """Put in every family's plain twins of what SGLang compiles, ``serve_on_cpu`` in its file."""
+    """Put in every family's plain twins of what SGLang compiles: ``serve_on_cpu`` in its file, and sparse attention."""
+    from r3train.cpu.sparse_attention import serve_sparse_attention
     from r3train.families import FAMILIES
 
+    serve_sparse_attention()
     for name in FAMILIES:
         family = import_module(f"r3train.families.{name}")
         if hasattr(family, "serve_on_cpu"):

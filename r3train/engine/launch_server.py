@@ -81,8 +81,10 @@ def do_without_cuda() -> None:
     stand_in("megatron", None, "SGLang's dumper of tensors imports it, for most of a second")
     fork_workers()
     from r3train.cpu import received_bucket  # imports SGLang
+    from r3train.cpu.sparse_model import leave_sparse_attention_to_the_model
 
     received_bucket.keep()
+    leave_sparse_attention_to_the_model()
 
 
 def main() -> None:
