@@ -255,7 +255,8 @@ class WeightIndex:
             raise ValueError(f"{update} {num_bytes} bytes were sent, its tensors have {expected}")
 
 
-_VISION = "model.visual."  # the vision tower of a model of text and images
+# the vision tower of a model of text and images, and what is between the two
+_VISION = ("model.visual.", "vision_tower.", "mm_projector.")
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 

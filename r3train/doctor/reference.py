@@ -40,7 +40,7 @@ def load_reference(path: Path, *, bf16: bool) -> Reference:
     for name, router in model.named_modules():
         if type(router).__name__.endswith("Router"):
             owner = model.get_submodule(name.rpartition(".")[0])
-            router.register_forward_hook(_note_scores(layers, config, owner))
+            router.register_forward_hook(_note_scores(layers, config.get_text_config(), owner))
 
     @torch.no_grad()
     def forward(ids: np.ndarray) -> Expected:

@@ -29,7 +29,7 @@ def _tiny(o: TinyOptions) -> dict[str, Any]:
 
 
 def _vision(o: TinyOptions) -> dict[str, Any]:
-    return vision(o) | {"deepstack_visual_indexes": [0]}
+    return vision(o, deepstack_visual_indexes=[0])
 
 
 QWEN3_VL_MOE = replace(

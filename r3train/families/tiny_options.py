@@ -58,9 +58,9 @@ class TinyModel:
     ``kind``: of transformers' classes, the name before Config and ForCausalLM.  ``sizes``: the
     configuration next to what all families share.  ``published``: keys of a published config.json that
     transformers does not save, and SGLang reads.  ``vision``: of a model of text and images, which has all
-    these in text_config, the sizes of its vision tower.  ``experts``: how published files hold them, where
+    these in text_config, the keys next to that: of its vision tower, and others, which are written as they are.  ``experts``: how published files hold them, where
     transformers saves them otherwise: "together", all of a layer in one tensor, or "turned", the first axis of their
-    matrices the inputs.  ``recipe_version`` is raised when the same options give other files.
+    matrices the inputs.  ``names``: what names begin with as transformers saves them -> in published files.  ``recipe_version`` is raised when the same options give other files.
     """
 
     kind: str
@@ -68,6 +68,7 @@ class TinyModel:
     published: Mapping[str, Any] = field(default_factory=dict)
     vision: Callable[[TinyOptions], dict[str, Any]] | None = None
     experts: Literal["", "together", "turned"] = ""
+    names: Mapping[str, str] = field(default_factory=dict)
     recipe_version: int = 1
 
 
@@ -104,10 +105,11 @@ def positions_on_three_axes(pairs: int) -> dict[str, Any]:
     return {"mrope_section": sections, "mrope_interleaved": True}
 
 
-def vision(o: TinyOptions) -> dict[str, Any]:
-    """Return the sizes of the vision tower that Qwen's models have."""
+def vision(o: TinyOptions, **more: Any) -> dict[str, Any]:
+    """Return the keys of the vision tower that Qwen's models have."""
     sizes = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2}
-    return sizes | {"out_hidden_size": o.hidden_size, "num_position_embeddings": 16}
+    sizes |= {"out_hidden_size": o.hidden_size, "num_position_embeddings": 16}
+    return {"vision_config": sizes | more}
 
 
 # positions by which a half of every head is rotated

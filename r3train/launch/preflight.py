@@ -502,9 +502,7 @@ def _model_warnings(
     if parts is not None:
         yield JobWarning("checkpoint", parts, "an export lacks them too: decode without them")
     if is_of_text_and_images(hf.model_type):
-        text = (
-            f"{hf.model_type}: text alone is trained, its vision tower is neither served nor moved"
-        )
+        text = f"{hf.model_type}: text alone is trained and served, its vision tower does not move"
         yield JobWarning("checkpoint", text, "an export has the tower as it was")
     rollout = config.rollout
     if not (hf.eos_token_ids or rollout.rollout_stop_token_ids or rollout.rollout_stop):

@@ -184,26 +184,36 @@ def save(model: Any, directory: Path, options: TinyOptions) -> None:
     """Save a model with the names and configuration keys that the family's published checkpoints have."""
     family = tiny_model_of(options)
     save_weights(model, directory, family)
-    if family.published:
-        file = directory / "config.json"
-        content = json.loads(file.read_text(encoding="utf-8"))
-        (content if family.vision is None else content["text_config"]).update(family.published)
-        file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    file = directory / "config.json"
+    content = json.loads(file.read_text(encoding="utf-8"))
+    if family.vision is None:
+        content |= family.published
+    else:
+        content["text_config"] |= family.published
+        keys = family.vision(options)
+        content |= {key: value for key, value in keys.items() if key != "vision_config"}
+    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def save_weights(model: Any, directory: Path, family: TinyModel) -> None:
-    """Save a model of transformers with its experts as the family's published files hold them."""
+    """Save a model of transformers, its tensors as in the family's published files."""
     from safetensors.torch import load_file, save_file
 
     model.save_pretrained(directory, save_original_format=family.experts != "together")
-    if family.experts != "turned":
-        return
-    file = directory / "model.safetensors"
-    tensors = {
-        name: tensor.transpose(1, 2).contiguous() if ".mlp.experts." in name else tensor
-        for name, tensor in load_file(file).items()
-    }
-    save_file(tensors, file, {"format": "pt"})
+    if family.experts == "turned" or family.names:
+        file = directory / "model.safetensors"
+        save_file(as_published(load_file(file), family), file, {"format": "pt"})
+
+
+def as_published(tensors: Mapping[str, Any], family: TinyModel) -> dict[str, Any]:
+    """Return tensors that transformers saved, turned and renamed to what published files hold."""
+    found = {}
+    for name, tensor in tensors.items():
+        if family.experts == "turned" and ".mlp.experts." in name:
+            tensor = tensor.transpose(1, 2).contiguous()
+        start = next((start for start in family.names if name.startswith(start)), "")
+        found[family.names.get(start, "") + name.removeprefix(start)] = tensor
+    return found
 
 
 def random_model(options: TinyOptions, **changes: Any) -> Any:
@@ -223,7 +233,7 @@ def random_model(options: TinyOptions, **changes: Any) -> Any:
     family = tiny_model_of(options)
     keys, of = shared(options) | tokens | family.sizes(options) | changes, "ForCausalLM"
     if family.vision is not None:
-        keys = {"text_config": keys, "vision_config": family.vision(options)}
+        keys = {"text_config": keys} | family.vision(options)
         of = "ForConditionalGeneration"
     config = getattr(transformers, f"{family.kind}Config")(**keys)
     with torch.random.fork_rng(devices=[]):

@@ -18,6 +18,7 @@ from r3train.doctor.reference import model_class
 from r3train.families import FAMILIES
 from r3train.families.published import PUBLISHED
 from r3train.hf_checkpoint import is_trained, read_transformers_config
+from r3train.verify.tiny import as_published
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 _BFLOAT16_BYTES = 2
@@ -82,8 +83,7 @@ def shapes_of(directory: Path) -> dict[str, tuple[int, ...]]:
     tensors = model.state_dict()
     if tiny.experts != "together":
         tensors = revert_weight_conversion(model, tensors)
-    if tiny.experts == "turned":
-        tensors = {n: t.mT if ".mlp.experts." in n else t for n, t in tensors.items()}
+    tensors = as_published(tensors, tiny)
     if not any(name.startswith(prefix) for name in tensors):
         tensors = {name.replace("model", prefix, 1): t for name, t in tensors.items()}
     return {name: tuple(t.shape) for name, t in tensors.items() if is_trained(name, hf)}

@@ -76,10 +76,18 @@ def test_a_failed_export_leaves_the_earlier_one(tmp_path, base):
     assert {p.name for p in tmp_path.iterdir()} == {"base", "hf"}
 
 
-def test_an_export_brings_the_vision_tower_along_bit_for_bit(tmp_path):
-    base, names = tmp_path / "base", ("model.visual.blocks.0.attn.proj.weight", "lm_head.weight")
+@pytest.mark.parametrize(
+    "model_type, vision",
+    [
+        ("qwen3_5_moe", "model.visual.blocks.0.attn.proj.weight"),
+        ("kimi_k25", "vision_tower.encoder.blocks.0.wo.weight"),
+        ("kimi_k25", "mm_projector.proj.0.weight"),
+    ],
+)
+def test_an_export_brings_the_vision_tower_along_bit_for_bit(model_type, vision, tmp_path):
+    base, names = tmp_path / "base", (vision, "lm_head.weight")
     base.mkdir()
-    (base / "config.json").write_text('{"model_type": "qwen3_5_moe", "text_config": {}}')
+    (base / "config.json").write_text(f'{{"model_type": "{model_type}", "text_config": {{}}}}')
     held = {name: torch.randn(3, 2).bfloat16() for name in names}
     save_file(held | {"mtp.norm.weight": torch.ones(2)}, base / "model.safetensors")
     trained = torch.zeros(3, 2)

@@ -58,7 +58,7 @@ class ChunkWeight:
     @property
     def is_tied_output(self) -> bool:
         """True for the last stage's copy of the embedding."""
-        return self.name == OUTPUT_LAYER and self.hf.names != ["lm_head.weight"]
+        return self.name == OUTPUT_LAYER and self.hf.layout.weight.name != OUTPUT_LAYER
 
 
 # names do not change from one weight update to the next, and finding them takes longer than the copy of a

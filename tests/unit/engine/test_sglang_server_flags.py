@@ -43,7 +43,7 @@ def test_a_cpu_server_is_started_for_exact_versions_and_an_idle_core(tmp_path):
 
 @pytest.mark.parametrize(
     "model_type, language_model_only",
-    [("qwen3_5_moe", True), ("qwen3_vl_moe", True), ("qwen3_next", False)],
+    [("qwen3_5_moe", True), ("qwen3_vl_moe", True), ("kimi_k25", True), ("qwen3_next", False)],
 )
 def test_a_server_of_a_model_of_text_and_images_builds_no_vision_tower(
     model_type, language_model_only, tmp_path
