@@ -75,9 +75,10 @@ class HfReference:
         return log_probs, {layer: c[:-1].numpy() for layer, c in self._chosen.items()}
 
     def gradients(self, directory: Path) -> dict[str, torch.Tensor]:
-        """The gradients under the hub's names, without a vision tower, which has none."""
+        """The gradients under the hub's names, zeros of a parameter that has none."""
         for parameter in self.model.parameters():
-            parameter.data = parameter.data if parameter.grad is None else parameter.grad
+            none = parameter.grad is None
+            parameter.data = torch.zeros_like(parameter) if none else parameter.grad
         family = FAMILIES[self._hf.model_type]
         save_weights(self.model, directory, next(iter(family.tiny.values())))
         tensors = load_file(directory / "model.safetensors")

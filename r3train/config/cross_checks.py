@@ -379,6 +379,13 @@ def _model_replay(config: RunConfig, hf: HfModelFacts) -> Iterator[str]:
             )
     if config.trainer.freeze_moe_router and not hf.is_moe:
         yield f"--freeze-moe-router: {hf.path} is {hf.model_type} without experts: no router to freeze"
+    context, name = _context(config, hf)
+    if config.replay.use_rollout_routing_replay and context > (hf.index_topk or context):
+        yield (
+            f"--use-rollout-routing-replay: {name} is {context}, and beyond index_topk {hf.index_topk}"
+            f" ({hf.path}) an indexer chooses tokens, which is not replayed: expected --rollout-max-context-len"
+            f" of at most {hf.index_topk}"
+        )
     every = tuple(range(1, hf.num_hidden_layers + 1))
     family = FAMILIES.get(hf.model_type)
     if family is not None and family.served_sparse and hf.is_moe and hf.moe_layer_numbers != every:

@@ -29,7 +29,8 @@ class HfModelFacts:
     """The shape of a checkpoint's model, as its config.json states it.
 
     ``moe_layer_numbers``: 1-based numbers of the layers with experts.  A dense model has none, and
-    its ``num_experts`` and ``num_experts_per_tok`` are 0.
+    its ``num_experts`` and ``num_experts_per_tok`` are 0.  ``index_topk``: tokens that each token attends to, where
+    an indexer chooses them; None with attention to all.
     """
 
     path: Path
@@ -45,6 +46,7 @@ class HfModelFacts:
     moe_layer_numbers: tuple[int, ...]
     eos_token_ids: tuple[int, ...]
     tie_word_embeddings: bool
+    index_topk: int | None = None
 
     @property
     def is_moe(self) -> bool:
@@ -97,6 +99,7 @@ def read_hf_facts(path: Path | str) -> HfModelFacts:
         moe_layer_numbers=_moe_layer_numbers(reader, layers) if experts else (),
         eos_token_ids=_eos_token_ids(reader, directory / "generation_config.json"),
         tie_word_embeddings=reader.content.get("tie_word_embeddings") is True,
+        index_topk=reader.integer("index_topk", 1) if "index_topk" in reader.content else None,
     )
 
 

@@ -66,7 +66,11 @@ def of_ranks() -> None:
 
     from r3train.generation.environment_loop import let_collected_transports_end
     from r3train.trainer.megatron import auxiliary_losses, checkpoint, optimizer, replay, rotary
-    from r3train.trainer.megatron.layers import gated_delta_net, latent_attention
+    from r3train.trainer.megatron.layers import (
+        gated_delta_net,
+        latent_attention,
+        sparse_attention,  # noqa: F401 - it says what it overrides
+    )
 
     let_collected_transports_end()
     rotary.install()

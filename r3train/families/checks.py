@@ -15,11 +15,6 @@ _MTP_COUNTS = (
     *("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules"),
     "mtp_num_hidden_layers",
 )
-# families with a reason of their own
-REFUSED = {
-    "deepseek_v32": "its sparse attention runs on CUDA only, in SGLang and in Megatron, and nobody"
-    " compared the two",
-}
 
 
 def check_family(hf: HfModelFacts) -> None:
@@ -32,9 +27,6 @@ def family_conflicts(hf: HfModelFacts) -> Iterator[str]:
     content = load_model_config(hf.path)
     family = FAMILIES.get(hf.model_type)
     where = f"{hf.path}/config.json"
-    if hf.model_type in REFUSED:
-        yield f"{where}: model_type {hf.model_type!r} is refused: {REFUSED[hf.model_type]}"
-        return
     if family is None:
         yield (
             f"{where}: model_type {hf.model_type!r} was not verified against transformers, and might"

@@ -29,7 +29,14 @@ def _no_conflict(config: Config) -> Iterator[str]:
     yield from ()
 
 
-Layers = Literal["", "biased_experts", "gated_delta_net", "latent_attention", "whole_width_norm"]
+Layers = Literal[
+    "",
+    "biased_experts",
+    "gated_delta_net",
+    "latent_attention",
+    "sparse_latent_attention",
+    "whole_width_norm",
+]
 
 
 @dataclass(frozen=True)
@@ -147,6 +154,8 @@ _KEY_OF = {
     "linear_heads": "linear_num_value_heads",
     "linear_value": "linear_value_head_dim",
     "kernel": "linear_conv_kernel_dim",
+    "index_heads": "index_n_heads",
+    "index_head": "index_head_dim",
 }
 
 

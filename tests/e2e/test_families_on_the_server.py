@@ -157,11 +157,33 @@ def test_a_server_gives_the_log_probs_and_routes_of_transformers_also_after_upda
         broadcast.close()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
+def test_a_server_attends_to_the_tokens_that_an_indexer_chooses(family, tmp_path):
+    build(tmp_path / "tiny", TinyOptions(family=family, vocab_size=512))
+    model = tmp_path / "tiny" / "model"
+    weights, file = model / "model.safetensors", model / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"index_topk": 8}))
+    # SGLang has them in bfloat16, as they are published
+    tensors = {
+        name: tensor.bfloat16().float() if "weights_proj" in name else tensor
+        for name, tensor in load_file(weights).items()
+    }
+    save_file(tensors, weights, {"format": "pt"})
+    server = SGLangServer(
+        model, tmp_path / "sglang.log", return_routed_experts=True, start_timeout_s=200
+    )
+    with server, EngineControl([server.addr], check_alive=server.check_alive) as engine:
+        server.wait_ready()
+        agree(server, engine, model, 0)
+
+
 # families with multi-token prediction: the key that announces it, and one of its tensors; its layer comes
 # after the model's last
 _BEHIND = "num_nextn_predict_layers", "model.layers.{}.eh_proj.weight"
 DRAFTS = {
     **dict.fromkeys(("glm4_moe", "deepseek_v3", "kimi_k2", "glm4_moe_lite"), _BEHIND),
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), _BEHIND),
     "qwen3_next": (None, "mtp.fc.weight"),
     "qwen3_5_moe": ("mtp_num_hidden_layers", "mtp.fc.weight"),
 }

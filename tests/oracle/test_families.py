@@ -47,6 +47,8 @@ CASES = {
         use_qk_norm=False,
         rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.25),
     ),
+    "deepseek_v32 of long sequences": dict(index_topk=5),
+    "glm_moe_dsa of long sequences": dict(index_topk=5),
     "kimi_k2 with other scaled positions": dict(qk_rope_head_dim=8, rope_parameters=OTHER_YARN),
 }
 
@@ -203,7 +205,10 @@ def replayed(directories: list[str], parallel: dict) -> dict[str, dict[str, Any]
             none = {s.microbatch_id: torch.zeros(len(s.tokens)) for s in slices}
             actor.backward(slices, none | old, None)
             gradients = export_hf_weights(
-                actor.model.weights, actor.model.chunks, lambda p: getattr(p, "main_grad", p)
+                actor.model.weights,
+                actor.model.chunks,
+                # an indexer's parameters have none
+                lambda p: getattr(p, "main_grad", torch.zeros_like(p)),
             )
             own = {name: g.detach().clone() for name, g in gradients}
             # after the backward: an expert bias that moves does so at its end
@@ -409,6 +414,16 @@ PLANTED: dict[str, tuple[str, dict[str, Any] | Callable, str]] = {
     "expert biases move": ("minimax_m2", {"moe_router_bias_update_rate": 1e-3}, "weights"),
     "down projections cut": ("deepseek_v3", sharded_down_projections, "gradients"),
     "norms of own heads": ("minimax_m2", norms_of_own_heads, "log-probs"),
+    "attention to all tokens": (
+        "deepseek_v32 of long sequences",
+        {"dsa_indexer_topk": TOKENS},
+        "log-probs",
+    ),
+    "an indexer with pairs of neighbours": (
+        "deepseek_v32 of long sequences",
+        {"dsa_indexer_rope_interleaved": True},
+        "log-probs",
+    ),
 }
 
 

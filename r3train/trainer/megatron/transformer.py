@@ -39,8 +39,10 @@ def build_transformer_config(
         "expert_model_parallel_size": parallel.expert_model_parallel_size,
         "expert_tensor_parallel_size": parallel.expert_tensor_parallel_size,
     }
-    kind = MLATransformerConfig if family.layers == "latent_attention" else TransformerConfig
-    config = kind(**of_model | of_run | fields)
+    is_latent = family.layers.endswith("latent_attention")
+    config = (MLATransformerConfig if is_latent else TransformerConfig)(
+        **of_model | of_run | fields
+    )
     for name, value in family.attributes(keys_of(family, hf)).items():
         setattr(config, name, value)
     return config

@@ -78,6 +78,8 @@ NOT_THE_MODELS = f"""
     | rollout_max_prompt_len=505 | = 513 exceeds max_position_embeddings 512
     | rollout_stop_token_ids=[64] | 64 is not in 0..63
     moe_layer_numbers=[1, 3, 4] | | layers [2] are dense
+    index_topk=511 | use_rollout_routing_replay=true | max_position_embeddings is 512, and beyond index_topk 511
+    index_topk=64 | use_rollout_routing_replay=true, rollout_max_context_len=65 | --rollout-max-context-len of at most 64
 """
 
 
@@ -99,6 +101,9 @@ def test_what_fits_passes():
     check_model(config(), facts(**dense), 1)
     check_model(config(), facts(**dense, **tied), 1)
     check_model(config(replay_rollouts="."), facts(**tied), 1)
+    check_model(config(), facts(index_topk=64), 1)
+    check_model(config(**R3), facts(index_topk=512), 1)
+    check_model(config(**R3, rollout_max_context_len=64), facts(index_topk=64), 1)
     uneven = dict(num_hidden_layers=27, moe_layer_numbers=tuple(range(1, 28)))
     stages = dict(pipeline_model_parallel_size=2, decoder_last_pipeline_num_layers=13)
     check_model(config(**stages), facts(**uneven), 2)

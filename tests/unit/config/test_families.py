@@ -56,9 +56,21 @@ def test_a_family_that_nobody_verified_is_refused_by_name_with_those_that_work(f
     assert f"verified: {', '.join(sorted(FAMILIES))}" in said
 
 
-def test_a_family_that_cannot_be_trained_is_refused_with_the_reason(own):
-    change(own, model_type="deepseek_v32")
-    assert "sparse attention runs on CUDA only" in refused(own)
+@pytest.mark.parametrize(
+    "family, keys, message",
+    [
+        ("deepseek_v32", {"indexer_rope_interleave": True}, "indexer_rope_interleave is True"),
+        ("deepseek_v32", {"index_topk": None}, "key index_topk"),
+        ("glm_moe_dsa", {"indexer_rope_interleave": None}, "indexer_rope_interleave is None"),
+        ("glm_moe_dsa", {"index_topk_freq": 4}, "index_topk_freq is 4"),
+        ("glm_moe_dsa", {"indexer_types": ["full", "shared"]}, "layers without an indexer"),
+        ("glm_moe_dsa", {"index_topk_pattern": "FS"}, "layers without an indexer"),
+    ],
+)
+def test_an_indexer_that_was_not_verified_is_refused(family, keys, message, of):
+    model = of(family)
+    change(model, **keys)
+    assert message in refused(model)
 
 
 def test_a_model_of_text_and_images_is_refused_by_name_and_not_by_a_missing_key(own):

@@ -26,7 +26,8 @@ def test_every_family_of_experts_has_a_published_model_that_its_checks_take():
         ("Qwen3-30B-A3B", "Qwen3-30B-A3B"),
         ("Qwen3-30B-A3B-Instruct-2507", "Qwen3-30B-A3B"),
         ("DeepSeek-V3-bf16", "DeepSeek-V3"),
-        ("DeepSeek-V3.2", None),
+        ("DeepSeek-V3.2-Exp", "DeepSeek-V3.2"),
+        ("DeepSeek-V3.1", None),
         ("model", None),
     ],
 )

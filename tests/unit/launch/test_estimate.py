@@ -66,7 +66,9 @@ def test_every_tensor_of_a_published_model_is_counted_once(name, tiny):
         for i, part in enumerate((layers[:1], layers[1:5], layers[5:]))
     ]
     assert sum(part.total for part in parts) == whole
-    config = config_of(tiny, expert_model_parallel_size=1)
+    config = config_of(
+        tiny, expert_model_parallel_size=1, rollout_max_context_len=model.hf.index_topk
+    )
     (fit,) = search(config, model, 1, 1e15, 1)
     assert fit.fullest.held.weights == whole * 4 and 0 < fit.fullest.passes < fit.fullest.total
     assert estimate_server(config, model, 80e9).token_bytes > 0
