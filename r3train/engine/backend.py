@@ -131,7 +131,7 @@ class Request:
 
 
 class Drafts(NamedTuple):
-    """What came of the drafts of an answer that was decoded speculatively; zeros of any other.
+    """Counts of the drafts of an answer that was decoded speculatively; zeros of any other.
 
     Of a verification with 3 drafts of which 2 were right the answer has 3 tokens: (3, 2, 1).
     """

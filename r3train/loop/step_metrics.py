@@ -187,7 +187,10 @@ def source_metrics(now: Mapping[str, Any], before: Mapping[str, Any]) -> dict[st
 
 
 def draft_metrics(since: Callable[[str], float]) -> dict[str, float]:
-    """How good the servers' drafts were; nothing where none were made.  since: a count's growth, by its name."""
+    """Return the share of right drafts and the tokens per verification; nothing where none were made.
+
+    since: a count's growth, by its name.
+    """
     if not (verifications := since("draft_verifications")):
         return {}
     accepted = since("drafts_accepted")
