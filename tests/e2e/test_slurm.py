@@ -151,13 +151,15 @@ def test_servers_on_a_node_of_their_own_serve_ranks_on_another_with_a_key(
     flags = [*tiny_flags, *jobs.R3_FLAGS, "--num-rollout", "2", "--check-weight-update-equal"]
     flags += ["--rollout-server-start-timeout-s", "600"]
     _, job_id = submit(environment, "train_multi_node.sbatch", run_dir, *flags)
-    cores = []
+    cores: dict[str, int] = (
+        {}
+    )  # most that each rank may use; libraries that count cores hold it on one for a moment
 
     def ended() -> bool:
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                if str(run_dir) in process.cmdline() and process.environ().get("RANK"):
-                    cores.append(process.cpu_affinity())
+                if str(run_dir) in process.cmdline() and (rank := process.environ().get("RANK")):
+                    cores[rank] = max(cores.get(rank, 0), len(process.cpu_affinity()))
         return _fact(slurm, job_id, "JobState") in ENDED
 
     _wait(ended, "the job to end", timeout_s=1000)
@@ -171,7 +173,7 @@ def test_servers_on_a_node_of_their_own_serve_ranks_on_another_with_a_key(
         assert "'api_key': '***'" in logs[f"server-{i}.log"]
     gaps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert all(step["train/weight_probe_gap"] <= 1e-4 for step in gaps)
-    assert cores and all(len(of) == psutil.cpu_count() for of in cores), "ranks share one core"
+    assert cores == dict.fromkeys("01", psutil.cpu_count()), "ranks share one core"
 
 
 def _processes(job_id: str) -> set[psutil.Process]:
