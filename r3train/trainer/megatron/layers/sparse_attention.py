@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -16,7 +14,7 @@ from megatron.core.transformer.experimental_attention_variant import dsa
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
 from r3train.families.weights import ModelWeights
-from r3train.patches import overrides, patch
+from r3train.patches import overrides
 from r3train.trainer.megatron.layers.latent_attention import adapt_latent_attention
 
 
@@ -42,28 +40,12 @@ class KeyNorm(torch.nn.LayerNorm):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
 
 
-class ChoiceReplay(Protocol):
-    """The replay of one layer's choice of tokens, as ``RouterReplay`` is of a router's of experts."""
-
-    def of_call(self, layer_number: int) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Return what replaces the choice in the layer's call that begins.
-
-        It is given the indexer's choice, int64[n, K], positions in the row's sequence and -1 behind the last; it returns
-        the tokens that the rows attend to.  Rows are those of ``RankSlice.tokens``.  It runs without gradients, where no
-        call looks like a recomputation: this one must ask for the microbatch.
-        """
-        ...
-
-
 class SparseAttention(dsa.DSAttention):
     """Megatron's sparse attention; of microbatches without a long sequence the model's dense one.
 
     A sequence of at most ``dsa_indexer_topk`` tokens has all of them chosen, so dense attention computes the same.
-    The indexer is not trained: no gradient of the policy loss reaches it.  ``choice_replay``, where it is set, is
-    asked for the choice of every row of a microbatch with a longer sequence.
+    The indexer is not trained: no gradient of the policy loss reaches it.
     """
-
-    choice_replay: ChoiceReplay | None = None
 
     def __init__(self, config: Any, submodules: SparseAttentionParts, **named: Any):
         # Megatron knows no other way for sparse attention, and asserts it
@@ -100,32 +82,7 @@ class SparseAttention(dsa.DSAttention):
         given = dict(attn_mask_type=attn_mask_type, packed_seq_params=packed_seq_params)
         if packed_seq_params.max_seqlen_q <= self.index_topk:
             return self.dense(query, key, value, attention_mask, **given)
-        replay = self.choice_replay
-        replacing = _replace.set(None if replay is None else replay.of_call(self.layer_number))
-        try:
-            out = super().forward(query, key, value, attention_mask, x, qr, **given)
-        finally:
-            _replace.reset(replacing)
-        return out.flatten(1)
-
-
-# what replaces the choice in the call in progress
-_replace: ContextVar[Callable[[torch.Tensor], torch.Tensor] | None] = ContextVar("replace")
-_megatrons_choice = dsa.fused_qk_topk_naive
-
-
-def _choose(
-    q, k, weights, index_topk, **named
-):  # noqa: ANN001, ANN003, ANN202 - Megatron's signature
-    """Let the layer's replay replace the choice, int64[1, n, K] of places in the whole pack."""
-    scores, own = _megatrons_choice(q, k, weights, index_topk, **named)
-    replace = _replace.get()
-    if replace is None:
-        return scores, own
-    starts = named["varlen_starts"].view(-1, 1)
-    positions = torch.where(own[0] < 0, -1, own[0] - starts)
-    chosen = replace(positions)
-    return scores, torch.where(chosen < 0, -1, chosen + starts)[None]
+        return super().forward(query, key, value, attention_mask, x, qr, **given).flatten(1)
 
 
 overrides(
@@ -141,14 +98,6 @@ def adapt_sparse_attention(
     layers: Any, weights: ModelWeights, first_layer: int, use_te: bool
 ) -> None:
     """Give latent attention an indexer, and take its norm of queries out of their projection."""
-    patch(
-        dsa,
-        "fused_qk_topk_naive",
-        _choose,
-        expects="(q, k, weights, index_topk, mask=None, varlen_starts=None, varlen_ends=None,"
-        " key_positions=None, use_relu=True)",
-        why="a choice of tokens is replayed",
-    )
     adapt_latent_attention(layers, weights, first_layer, use_te)
     indexer = dsa.DSAIndexerSubmodules(
         linear_wq_b=WholeLinear,
