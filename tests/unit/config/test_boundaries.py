@@ -51,6 +51,21 @@ def test_canaries_are_read_where_servers_can_say_what_the_actor_says(fields, tok
 
 
 @pytest.mark.parametrize(
+    "bf16, own, dtype",
+    [
+        (True, {}, "bfloat16"),
+        (False, {}, "float32"),
+        (True, {"dtype": "auto"}, "bfloat16"),
+        (False, {"dtype": "bfloat16"}, "bfloat16"),
+        (True, {"dtype": "half"}, "float16"),
+        (True, {"dtype": "float"}, "float32"),
+    ],
+)
+def test_rechecks_allow_the_rounding_of_the_servers_dtype(bf16, own, dtype):
+    assert config(bf16=bf16, sglang=own, **CHECKED).server_dtype == dtype
+
+
+@pytest.mark.parametrize(
     "fields, sums",
     [
         (CHECKED | {"r3_evidence": "summed"}, True),
