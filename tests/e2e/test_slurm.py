@@ -153,7 +153,7 @@ def test_servers_on_a_node_of_their_own_serve_ranks_on_another_with_a_key(
     _, job_id = submit(environment, "train_multi_node.sbatch", run_dir, *flags)
     cores: dict[str, int] = (
         {}
-    )  # most that each rank may use; libraries that count cores hold it on one for a moment
+    )  # most that each rank was seen to have; one look of hundreds found one core, why is not known
 
     def ended() -> bool:
         for process in psutil.process_iter():
