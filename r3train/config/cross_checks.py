@@ -319,6 +319,16 @@ def context_len(config: RunConfig, hf: HfModelFacts) -> int:
     return _context(config, hf)[0]
 
 
+def replayed_index_topk(config: RunConfig, hf: HfModelFacts) -> int | None:
+    """Return the tokens that an indexer chooses for a row where its choice is replayed, else None.
+
+    It is with R3, where samples may be longer: up to ``index_topk`` tokens all are chosen.
+    """
+    if not config.replay.use_rollout_routing_replay or hf.index_topk is None:
+        return None
+    return hf.index_topk if context_len(config, hf) > hf.index_topk else None
+
+
 def check_longest_chain(config: RunConfig, hf: HfModelFacts) -> None:
     """Check that a microbatch can hold what an agent may send; raises ConfigError."""
     context, name = _context(config, hf)
@@ -380,11 +390,11 @@ def _model_replay(config: RunConfig, hf: HfModelFacts) -> Iterator[str]:
     if config.trainer.freeze_moe_router and not hf.is_moe:
         yield f"--freeze-moe-router: {hf.path} is {hf.model_type} without experts: no router to freeze"
     context, name = _context(config, hf)
-    if config.replay.use_rollout_routing_replay and context > (hf.index_topk or context):
+    if config.replay.route_stores and replayed_index_topk(config, hf) is not None:
         yield (
-            f"--use-rollout-routing-replay: {name} is {context}, and beyond index_topk {hf.index_topk}"
-            f" ({hf.path}) an indexer chooses tokens, which is not replayed: expected --rollout-max-context-len"
-            f" of at most {hf.index_topk}"
+            f"--route-stores: {name} is {context}, and beyond index_topk {hf.index_topk} ({hf.path}) an indexer"
+            " chooses tokens, which no store carries: leave it out, or give a --rollout-max-context-len of at"
+            f" most {hf.index_topk}"
         )
     every = tuple(range(1, hf.num_hidden_layers + 1))
     family = FAMILIES.get(hf.model_type)

@@ -1,0 +1,142 @@
+"""Tokens that an indexer chose (sparse attention), as bits: from SGLang's wire, packed, and as a fingerprint.
+
+A sample of T tokens has a row for each input token, as it has routes.  A row at position p chooses K of the
+p + 1 tokens up to its own.  Up to position K - 1 those are all tokens: such rows are implied, and nowhere kept.  The rows
+after them are uint64[R, L, W]: R = max(0, T - 1 - K) rows, L layers, W = ceil((T - 1) / 64) words.  Token t is bit
+t % 64 of word t // 64.
+
+>>> rows = to_bits(np.array([[[3, 0]], [[1, 3]]]), 1)  # K = 2, rows 3 and 4 of one layer
+>>> [[f"{word:05b}" for word in row[0].tolist()] for row in rows]
+[['01001'], ['01010']]
+
+SGLang sends int32 ids of all rows, [T - 1, L, K], filled with -1: 500 KB a token of DeepSeek-V3.2.  A server of ours sends
+the bits of the rows that the request asked for, marked ``b8:``.
+
+Source: SGLang 0.5.23, ``meta_info.indexer_topk`` of ``/generate``.
+"""
+
+from __future__ import annotations
+
+import binascii
+import math
+
+import numpy as np
+import pybase64
+
+from r3train.ids import token_uids
+
+_MARK = "b8:"
+_WORD = 64
+_BLOCK_BYTES = 1 << 22  # of one array while ids become bits
+
+
+def num_words(num_tokens: int) -> int:
+    """W of a sample of T tokens."""
+    return -(-max(num_tokens - 1, 0) // _WORD)
+
+
+def num_rows(num_tokens: int, topk: int, start: int = 0) -> int:
+    """Return the rows of a sample from row ``start`` on that are not implied."""
+    return max(0, num_tokens - 1 - max(start, topk))
+
+
+def to_bits(ids: np.ndarray, width: int) -> np.ndarray:
+    """Pack ids, int[R, L, K], below 64 * width, into uint64[R, L, width]; an id twice is one bit."""
+    rows, layers, _ = ids.shape
+    bits = np.zeros((rows, layers, width), dtype="<u8")
+    step = max(1, _BLOCK_BYTES // max(1, layers * width * _WORD))
+    for first in range(0, rows, step):
+        block = ids[first : first + step]
+        flags = np.zeros((*block.shape[:2], width * _WORD), dtype=np.uint8)
+        np.put_along_axis(flags, block, 1, axis=2)
+        packed = np.packbits(flags, axis=2, bitorder="little")
+        bits[first : first + step] = packed.view("<u8")
+    return bits
+
+
+def widened(bits: np.ndarray, width: int) -> np.ndarray:
+    """Add words without a bit to rows [R, L, W], up to ``width``."""
+    if bits.shape[2] == width:
+        return bits
+    return np.pad(bits, ((0, 0), (0, 0), (0, width - bits.shape[2])))
+
+
+def shortened(ids: np.ndarray, num_tokens: int) -> str | None:
+    """Write the last rows of a sample of T tokens, ids int32[R, L, K], as bits.
+
+    None where a row does not name K different tokens up to its own.
+    """
+    bits = _bits_of(ids, num_tokens - 1 - len(ids), num_words(num_tokens))
+    return None if bits is None else _MARK + pybase64.b64encode_as_string(bits)
+
+
+def decode(
+    payload: str, *, num_tokens: int, num_layers: int, topk: int, start: int = 0, sample: str
+) -> np.ndarray:
+    """Decode the rows of an answer from row max(start, topk) on: uint64[R, L, W].
+
+    Raises ValueError naming ``sample``: bytes got and expected, or the row and layer of a choice of other than
+    ``topk`` different tokens up to the row's own.
+    """
+    first = max(start, topk)
+    rows, width = num_rows(num_tokens, topk, start), num_words(num_tokens)
+    if payload.startswith(_MARK):
+        shape, dtype = (rows, num_layers, width), np.dtype("<u8")
+        payload = payload[len(_MARK) :]
+    else:
+        shape, dtype = (num_tokens - 1, num_layers, topk), np.dtype("<i4")
+    try:
+        raw = pybase64.b64decode(payload, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise ValueError(f"sample {sample}: indexer_topk is not base64: {error}") from None
+    if len(raw) != math.prod(shape) * dtype.itemsize:
+        raise ValueError(
+            f"sample {sample}: indexer_topk holds {len(raw)} bytes, expected"
+            f" {math.prod(shape) * dtype.itemsize} ({shape[0]} rows x {num_layers} layers x {shape[2]} x"
+            f" {dtype.itemsize} bytes)"
+        )
+    content = np.frombuffer(raw, dtype=dtype).reshape(shape)
+    bits: np.ndarray | None = content
+    if dtype.itemsize == 4:
+        content = content[first:]
+        bits = _bits_of(content, first, width)
+    if bits is None or (wrong := _not_chosen(bits, first, topk)).any():
+        at = _not_of_tokens(content, first) if bits is None else wrong
+        row, layer = np.argwhere(at)[0].tolist()
+        raise ValueError(
+            f"sample {sample}: indexer_topk row {first + row}, layer {layer} does not choose {topk} different"
+            f" tokens of 0 to {first + row}"
+        )
+    return bits
+
+
+def _bits_of(ids: np.ndarray, first: int, width: int) -> np.ndarray | None:
+    """Pack rows of ids from row ``first`` on; None where one names a token that is not there, or one twice."""
+    if _not_of_tokens(ids, first).any():
+        return None
+    return to_bits(ids, width)
+
+
+def _not_of_tokens(ids: np.ndarray, first: int) -> np.ndarray:
+    """bool[R, L]: rows that name a token that is not there, or one twice."""
+    own = np.arange(first, first + len(ids))[:, None]
+    if not len(ids):
+        return np.zeros(ids.shape[:2], dtype=bool)
+    ordered = np.sort(ids, axis=2)
+    twice = (ordered[..., 1:] == ordered[..., :-1]).any(axis=2)
+    return twice | (ordered[..., 0] < 0) | (ordered[..., -1] > own)
+
+
+def _not_chosen(bits: np.ndarray, first: int, topk: int) -> np.ndarray:
+    """bool[R, L]: rows whose bits are other than ``topk`` tokens up to their own."""
+    rows, _, width = bits.shape
+    after = (
+        np.arange(first, first + rows)[:, None] + 1 - np.arange(width) * _WORD
+    )  # tokens of each word
+    inside = np.where(
+        after >= _WORD,
+        np.uint64(0xFFFFFFFFFFFFFFFF),
+        (np.uint64(1) << after.clip(0, _WORD - 1).astype(np.uint64)) - np.uint64(1),
+    )
+    outside = (bits & ~inside[:, None]).any(axis=2)
+    return outside | (np.bitwise_count(bits).sum(axis=2, dtype=np.int64) != topk)
