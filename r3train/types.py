@@ -147,6 +147,10 @@ class RouteShape:
         """The layer number of sampling masks in the evidence: L + 1, after the decoder's layers."""
         return self.num_layers + 1
 
+    def indexer_layer(self, layer_number: int) -> int:
+        """The layer number of a decoder layer's indexer in the evidence: L + 1 more than the layer's."""
+        return self.output_layer + layer_number
+
     @property
     def missing(self) -> int:
         """The value of a slot that the engine did not report, 255 or 65535."""
@@ -215,6 +219,11 @@ class RolloutSample:
     teacher_log_probs: np.ndarray | None = None  # float32[T]
     # sampling masks as each answer brought them: (index of the first token, counts, ids)
     decoded_masks: tuple[tuple[int, np.ndarray, np.ndarray], ...] = ()
+    # With a replayed indexer: tokens that it chose for the rows that are not implied, the last R of T - 1, as bits
+    # (see ``routing.indexer_topk``); no bit where no server computed the row.  None without.
+    indexer_topk: np.ndarray | None = None  # uint64[R, L, W]
+    # the same as each answer brought them: (index of the first row, bits); the first part begins at row K
+    decoded_indexer: tuple[tuple[int, np.ndarray], ...] = ()
     # of an agent's session, on its last sample: (sample id, first token, end, crc32 of the tokens up to there)
     # of each call that was delivered, see chat/custody.py
     custody: Sequence[Sequence[int]] | None = None
@@ -351,6 +360,9 @@ class MicroBatch:
     mask_ids: np.ndarray | None = None  # int32[mask_counts.sum()]
     teacher_log_probs: np.ndarray | None = None  # float32[F], with --opd-type sglang
     row_classes: np.ndarray | None = None  # uint8[F], RowClass or UNKNOWN_CLASS; None without R3
+    # with a replayed indexer: all samples' bits, and the row there of each token, -1 for none
+    indexer_topk: np.ndarray | None = None  # uint64[r, L, W]
+    indexer_rows: np.ndarray | None = None  # int64[F]
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,6 +386,8 @@ class RankTopology:
     sequence_parallel: bool = False
     # 1-based numbers of the MoE layers that this rank holds, one tuple a model chunk
     moe_layer_numbers: tuple[tuple[int, ...], ...] = ()
+    # the same of the layers with an indexer
+    indexer_layer_numbers: tuple[tuple[int, ...], ...] = ()
 
     @property
     def is_last_stage(self) -> bool:
@@ -412,6 +426,11 @@ class RankSlice:
     teacher_log_probs: np.ndarray | None = None  # float32[n], with --opd-type sglang
     ages: np.ndarray | None = None  # int32[n], see MicroBatch; None counts all rows as new
     row_classes: np.ndarray | None = None  # uint8[n], see MicroBatch; FILLED for padding
+    # With a replayed indexer, of i layers: bits of the chosen tokens, none in rows where all are chosen or that no
+    # server computed; in memory layer by layer
+    indexer_topk: np.ndarray | None = None  # uint64[n, i, W]
+    indexer_layers: np.ndarray | None = None  # int32[i], 1-based
+    token_versions: np.ndarray | None = None  # int32[n], as route_versions
 
     @property
     def num_rows(self) -> int:
@@ -427,8 +446,11 @@ LayerNumber = Annotated[int, Meta(ge=1, le=1 << 12)]
 # a weight version, -1 where it is not known
 Version = Annotated[int, Meta(ge=-1, le=1 << 31)]
 ReplayPass = Literal["old_log_prob", "ref_log_prob", "train"]
-# replay_backward: a recomputation; sampling_mask: sampling masks applied to the logits of a microbatch
-ReplayStage = Literal["replay_forward", "replay_backward", "sampling_mask"]
+# ..._backward: a recomputation; sampling_mask: sampling masks applied to the logits of a microbatch; indexer_...: the
+# tokens that an indexer chose
+ReplayStage = Literal[
+    "replay_forward", "replay_backward", "sampling_mask", "indexer_forward", "indexer_backward"
+]
 
 
 def next_checked(rollout_id: int, interval: int) -> int:
@@ -470,6 +492,12 @@ class ReplayEvidence:
     among them.  ``replay_idx_sum`` is the number of sampling masks that were served, ``map_sum`` that of the
     tokens that were left.  rows_equal: the trainer's own likeliest tokens, as many as were kept, are the
     same set; rows_mismatch: its likeliest token was not kept.
+
+    A record of stage indexer_forward or indexer_backward is one call of a layer's sparse attention; its layer is
+    ``RouteShape.indexer_layer``, its top-k ``index_topk``.  A row is replayed if the rollout has its choice.  A real row
+    without one, most of them because all of its tokens are chosen, is filled.  ``replay_idx_sum`` and ``map_sum``
+    are the numbers of tokens that replayed rows were to have and had.  rows_mismatch: the trainer's own choice has no
+    more tokens in common with the replayed one than a random one would have on average, K * K / (p + 1).
 
     Its types are the schema of ``evidence/rank_NNNNN.jsonl`` too (``r3train/audit/evidence_schema.py``).
     """

@@ -1,4 +1,7 @@
-"""transformers in float32, for every family: log-probs and experts of a text, its own or given ones."""
+"""transformers in float32, for every family: log-probs and experts of a text, its own or given ones.
+
+So too the tokens that an indexer chooses.
+"""
 
 from __future__ import annotations
 
@@ -35,11 +38,36 @@ class HfReference:
         )
         self._given: np.ndarray | None = None  # int[T, L, K]
         self._chosen: dict[int, torch.Tensor] = {}
+        self._tokens: np.ndarray | None = None  # uint64[R, L, W], see routing.indexer_topk
+        # by layer_id, of the last text: int[T, K]
+        self.own_tokens: dict[int, torch.Tensor] = {}
         for name, module in self.model.named_modules():
             if type(module).__name__.endswith("Router"):
                 module.forward = self._forced(
                     int(re.search(r"layers\.(\d+)\.", name)[1]), module.forward
                 )
+            if type(module).__name__.endswith("Indexer"):
+                layer = int(re.search(r"layers\.(\d+)\.", name)[1])
+                module.forward = self._with_tokens(layer, module.forward)
+
+    def _with_tokens(self, layer: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return an indexer's forward whose choice, int32[1, T, K], is the given one."""
+
+        def choose(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            own = self.own_tokens[layer] = forward(hidden, *args, **kwargs)[0]
+            if self._tokens is None:
+                return own[None]
+            rows = []
+            for position in range(hidden.shape[1]):
+                row = list(range(position + 1))
+                if self._hf.index_topk <= position < hidden.shape[1] - 1:
+                    bits = self._tokens[position - self._hf.index_topk, layer]
+                    row = np.flatnonzero(np.unpackbits(bits.view("u1"), bitorder="little")).tolist()
+                # of a short row the first once more: a place in the mask has one value; the last row is nobody's
+                rows.append((row + row[:1] * own.shape[1])[: own.shape[1]])
+            return torch.tensor([rows], dtype=torch.int32)
+
+        return choose
 
     def _forced(self, layer: int, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Return a router's forward whose last choice, of experts, is the given one: gates are transformers' own."""
@@ -59,9 +87,18 @@ class HfReference:
 
         return forced
 
-    def log_probs(self, tokens: np.ndarray, routes: np.ndarray | None = None) -> torch.Tensor:
-        """Log-prob of each token but the first, float32[T-1]; ``routes``: int[T-1, L, K]."""
+    def log_probs(
+        self,
+        tokens: np.ndarray,
+        routes: np.ndarray | None = None,
+        indexer_topk: np.ndarray | None = None,
+    ) -> torch.Tensor:
+        """Log-prob of each token but the first, float32[T-1].
+
+        routes: int[T-1, L, K]; indexer_topk: as in ``RolloutSample``.
+        """
         self._chosen.clear()
+        self._tokens = indexer_topk
         # the last token was never an input: any experts, nobody looks at its row
         self._given = None if routes is None else np.concatenate([routes, routes[-1:]])
         ids = torch.from_numpy(np.asarray(tokens)).long()

@@ -43,8 +43,11 @@ from r3train.proof.judge import (
     agreement_shares,
     Cell,
     Failure,
+    INDEXERS,
     judge,
     native,
+    own_choices,
+    ROUTERS,
     SAMPLING_MASK,
     StepTotals,
     StepVerdict,
@@ -69,7 +72,7 @@ _SPARE_FILES = 64  # that the process has open besides
 _OF_A_CALL = ("fingerprint", "rows_replayed", "rows_filled", "rows_current")
 # The quantities of other claims than *covered*.
 _APPLIED = ("fingerprint", "rows_recompute_differ", "dropped_off")
-_APPLIED_MASKS = ("duplicate_rows", "map_deviation")
+_APPLIED_FURTHER = ("duplicate_rows", "map_deviation")
 _AGAIN = "steps {} were trained again by a later start, and the latest time counts"
 _LOST = "records are missing of the first time that steps {} were trained"
 _STALE = (
@@ -112,13 +115,9 @@ class _Step:
     canaries: list[ServedLine]
     verdict: StepVerdict
 
-    @property
-    def own_choice(self) -> dict[int, dict[str, int]]:
-        """The counters by layer where the trainer's own choice is compared with the routes."""
-        place = native(self.line.passes)
-        masked = self.line.expected_calls[place[0]].get(SAMPLING_MASK, {}).keys()
-        layers = self.line.expected_fingerprints.keys() - masked
-        return {n: self.totals.counters((*place, n)) for n in sorted(layers)}
+    def own_choice(self, stage: str = ROUTERS[0]) -> dict[int, dict[str, int]]:
+        """The counters by layer where the trainer's own choice is compared with the replayed one."""
+        return own_choices(self.totals, self.line, stage)
 
     @property
     def lost(self) -> bool:
@@ -173,7 +172,8 @@ class _RunAudit:
         self._canary: ServedLine | None = None  # the last one
         self._largest_gap = 0.0  # mean of a server's canaries
         self._has_canaries: dict[str, bool] = {}  # by start
-        self._rows_expected = self._masks = 0
+        self._rows_expected = 0
+        self._further: Counter[str] = Counter()  # replayed rows of stages other than routers'
         self._own_choice: dict[int, Counter[str]] = {}  # by layer, see ``_Step.own_choice``
         self._last: StepLine | None = None
 
@@ -330,9 +330,9 @@ class _RunAudit:
         self._sums.update(verdict.counts)
         self._rows_expected += sum(line.expected_rows_replayed.values())
         for cell in step.totals.cells:
-            if cell[1] == SAMPLING_MASK:
-                self._masks += step.totals.counters(cell)["rows_replayed"]
-        for layer, values in step.own_choice.items():
+            if cell[1] not in ROUTERS:
+                self._further[cell[1]] += step.totals.counters(cell)["rows_replayed"]
+        for layer, values in step.own_choice().items():
             self._own_choice.setdefault(layer, Counter()).update(values)
         self._add_rechecked(step)
         for label, of_versions in (line.rows_by_class or {}).items():
@@ -345,7 +345,7 @@ class _RunAudit:
         if verdict.stale_warning:
             self._steps_noted[_STALE].add(line.step)
         if self._keep_steps:
-            own_choice = step.own_choice.items()
+            own_choice = step.own_choice().items()
             layers = {n: (v["rows_equal"], _rows_compared(v)) for n, v in own_choice}
             passed = not findings and line.step not in self._failed_before
             self.audit.steps.append(
@@ -416,7 +416,8 @@ class _RunAudit:
         if self._last is None:
             return
         found = {f.layer_number for f in self.audit.findings if f.claim == "agreement"}
-        layers, place = dict(sorted(self._own_choice.items())), native(self._last.passes)
+        layers = dict(sorted(self._own_choice.items()))
+        place = native(self._last.passes), ROUTERS[0]
         for layer, values in layers.items():
             if layer not in found and (beaten := beaten_by(values)):
                 what, *counts = beaten
@@ -446,7 +447,8 @@ class _RunAudit:
             audit.numbers = {
                 "steps": len(self._latest),
                 "ranks": len(self._ranks),
-                "rows_of_sampling_mask": self._masks,
+                "rows_of_sampling_mask": self._further[SAMPLING_MASK],
+                "rows_of_indexer": sum(self._further[stage] for stage in INDEXERS),
                 "rechecked": dict(self._rechecked),
                 **({"rows_by_class": dict(self._classes)} if self._classes else {}),
                 **({"custody": dict(self._sessions)} if CUSTODY in audit.claims else {}),
@@ -508,11 +510,12 @@ def _findings(step: _Step) -> Iterator[Finding]:
         for f in failures + step.verdict.above_threshold:
             if f.what not in _OF_A_CALL or _cell(f) not in short:
                 yield step.failed(_claim_of(f), f)
-        for layer, values in step.own_choice.items():
-            if beaten := beaten_by(values):
-                what, got, expected = beaten
-                place = (*native(step.line.passes), layer)
-                yield step.finding("agreement", what, *place, got=got, expected=expected)
+        for stage in (ROUTERS[0], INDEXERS[0]):
+            for layer, values in step.own_choice(stage).items():
+                if beaten := beaten_by(values):
+                    what, got, expected = beaten
+                    place = (native(step.line.passes), stage, layer)
+                    yield step.finding("agreement", what, *place, got=got, expected=expected)
     for f in judge_recheck(step.rechecked, 0).failures:
         yield step.failed(RECHECK, f)
     if served := judge_served(step.canaries):
@@ -564,8 +567,8 @@ def _cell(f: Failure) -> Cell:
 def _claim_of(f: Failure) -> str:
     if f.what == "rows_current_mismatch":
         return "agreement"
-    masked = f.stage == SAMPLING_MASK and f.what in _APPLIED_MASKS
-    return "applied" if masked or f.what in _APPLIED else "covered"
+    further = f.stage not in ROUTERS and f.what in _APPLIED_FURTHER
+    return "applied" if further or f.what in _APPLIED else "covered"
 
 
 def _rows_compared(values: dict[str, int]) -> int:

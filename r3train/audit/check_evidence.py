@@ -129,6 +129,7 @@ def claim_facts(audit: Audit) -> dict[str, str]:
             if n["rows_of_sampling_mask"]
             else ""
         )
+        + (f"; {n['rows_of_indexer']:,} rows of indexers' choices" if n["rows_of_indexer"] else "")
         + (
             f"; {_amount(n['slots_dropped'], 'slot')} dropped by rule" if n["slots_dropped"] else ""
         ),

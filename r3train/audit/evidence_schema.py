@@ -27,6 +27,7 @@ from r3train.proof.judge import (
     Custody,
     EVIDENCE_VERSION,
     Failure,
+    INDEXERS,
     Sampling,
     SAMPLING_MASK,
     Served,
@@ -112,6 +113,8 @@ class StepLine(StepExpectation, frozen=True, kw_only=True):
         keys |= dict.fromkeys(("expected_rows_replayed", "expected_rows_filled"), layers)
         if any(stage == SAMPLING_MASK for stage, _ in stages):
             keys["expected_masks_current"] = passes
+        if any(stage in INDEXERS for stage, _ in stages) and self.expected_rows_implied is None:
+            raise ValueError("expected_calls has indexers, and expected_rows_implied is missing")
         for name, expected in keys.items():
             if (got := set(getattr(self, name) or ())) != expected:
                 raise ValueError(f"{name} is of {sorted(got)}, expected {sorted(expected)}")

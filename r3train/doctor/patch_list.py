@@ -69,7 +69,7 @@ def of_ranks() -> None:
     from r3train.trainer.megatron.layers import (
         gated_delta_net,
         latent_attention,
-        sparse_attention,  # noqa: F401 - it says what it overrides
+        sparse_attention,
     )
 
     let_collected_transports_end()
@@ -97,6 +97,7 @@ def of_ranks() -> None:
         for adapt in (
             gated_delta_net.adapt_gated_delta_net,
             latent_attention.adapt_latent_attention,
+            sparse_attention.adapt_sparse_attention,
         ):
             adapt(SimpleNamespace(layer_specs=[]), None, 0, False)
 

@@ -164,6 +164,10 @@ class Segment:
     # the tokens that sampling kept, in ``SamplingParams.mask_vocab``; None if it is None
     mask_counts: np.ndarray | None = None  # int32[O], at least 1
     mask_ids: np.ndarray | None = None  # int32[mask_counts.sum()], token after token
+    # the tokens that an indexer chose, as bits, from row ``indexer_start`` on: the first after ``rows_start`` and
+    # after the rows of which all tokens are chosen; None unless they are replayed
+    indexer_topk: np.ndarray | None = None  # uint64[R, L, W]
+    indexer_start: int = 0
 
 
 class Teacher(Protocol):

@@ -21,6 +21,7 @@ from r3train.generation import stitch
 from r3train.engine.backend import SamplingParams
 from r3train.generation.episode import Generate
 from r3train.generation.environment_loop import EnvironmentLoop
+from r3train.routing.indexer_topk import num_words
 from r3train.user_code import running_user_code, quoted
 from r3train.types import Prompt, RolloutSample
 
@@ -148,7 +149,11 @@ def _one_turn(
     """Cut out one turn as a sample whose prompt is all that precedes the turn."""
     own = np.zeros(end, dtype=bool)
     own[start:] = True
-    routes, kept = sample.routed_experts, sample.mask_counts
+    routes, kept, chosen = sample.routed_experts, sample.mask_counts, sample.indexer_topk
+    if chosen is not None:
+        # the rows are the sample's last
+        first = sample.num_tokens - 1 - len(chosen)
+        chosen = chosen[: max(end - 1 - first, 0), :, : num_words(end)]
     return replace(
         sample,
         sample_id=sample.sample_id + index,
@@ -166,5 +171,7 @@ def _one_turn(
         mask_counts=None if kept is None else kept[:end],
         mask_ids=None if kept is None else sample.mask_ids[: int(kept[:end].sum())],
         decoded_masks=tuple(part for part in sample.decoded_masks if part[0] < end),
+        indexer_topk=chosen,
+        decoded_indexer=stitch.indexer_parts_until(sample, end),
         row_classes=stitch.classes_until(sample, end),
     )

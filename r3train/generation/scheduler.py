@@ -157,7 +157,10 @@ class Scheduler:
             group, rollout.place, checked, rollout.part_of(checked), shared.version
         )
         if not parts.episodes.keep_decoded:
-            samples = [replace(sample, decoded=(), decoded_masks=()) for sample in samples]
+            samples = [
+                replace(sample, decoded=(), decoded_masks=(), decoded_indexer=())
+                for sample in samples
+            ]
         shared.counts.finished_samples += len(samples)
         self.scoring.add(rollout.sample_id)
         size = parts.rollout.n_samples_per_prompt

@@ -20,6 +20,7 @@ import numpy as np
 
 from r3train.engine.backend import Request, SamplingParams, Segment
 from r3train.layout.provenance import classes_of_answer
+from r3train.routing import indexer_topk
 from r3train.types import Prompt, RolloutSample, RowClass, missing_marker
 
 
@@ -97,11 +98,14 @@ def extend(sample: RolloutSample, segment: Segment) -> RolloutSample:
     and if they do not end just before the last token.
     """
     known, counts, ids = sample.routed_experts, sample.mask_counts, sample.mask_ids
+    chosen = sample.indexer_topk
     if not sample.loss_mask.any():  # the first answer shows what answers bring
         if known is None and segment.rows is not None:
             known = segment.rows[:0]
         if counts is None and segment.mask_counts is not None:  # the prompt has none
             counts, ids = np.zeros(sample.num_tokens, np.int32), segment.mask_ids[:0]
+        if chosen is None and segment.indexer_topk is not None:
+            chosen = segment.indexer_topk[:0]
     classes = sample.row_classes
     if classes is None and known is not None:
         classes = np.full(sample.num_tokens, RowClass.FILLED, dtype=np.uint8)
@@ -113,10 +117,12 @@ def extend(sample: RolloutSample, segment: Segment) -> RolloutSample:
             finish_reason=segment.finish_reason,
             mask_counts=counts,
             mask_ids=ids,
+            indexer_topk=chosen,
         )
     for name, ours, theirs in (
         ("routes", known, segment.rows),
         ("sampling masks", counts, segment.mask_counts),
+        ("choices of its indexer", chosen, segment.indexer_topk),
     ):
         if (ours is None) != (theirs is None):
             raise ValueError(
@@ -151,6 +157,11 @@ def extend(sample: RolloutSample, segment: Segment) -> RolloutSample:
             again=oldest is not None and oldest < segment.weight_versions[0],
             retracted=segment.num_retractions > 0,
         )
+    decoded_indexer = sample.decoded_indexer
+    if chosen is not None:
+        # as with routes: what was known stays, and the answer has all rows after it
+        at = max(segment.indexer_start, have)
+        decoded_indexer += ((at, segment.indexer_topk[at - segment.indexer_start :]),)
     decoded_masks = sample.decoded_masks
     if counts is not None:
         decoded_masks += ((sample.num_tokens, segment.mask_counts, segment.mask_ids),)
@@ -170,6 +181,8 @@ def extend(sample: RolloutSample, segment: Segment) -> RolloutSample:
         mask_counts=counts,
         mask_ids=ids,
         decoded_masks=decoded_masks,
+        indexer_topk=chosen,
+        decoded_indexer=decoded_indexer,
     )
 
 
@@ -205,6 +218,19 @@ def classes_until(sample: RolloutSample, end: int) -> np.ndarray | None:
     return _with_filled(sample.row_classes[: end - 1], 1)
 
 
+def indexer_parts_until(sample: RolloutSample, end: int) -> tuple[tuple[int, np.ndarray], ...]:
+    """The indexer's choices, as the answers brought them, of a sample that is cut to ``end`` tokens.
+
+    The first part stays, if only to say where the rows begin.
+    """
+    words = indexer_topk.num_words(end)
+    return tuple(
+        (at, rows[: max(end - 1 - at, 0), :, :words])
+        for i, (at, rows) in enumerate(sample.decoded_indexer)
+        if i == 0 or at < end - 1
+    )
+
+
 def cut(sample: RolloutSample, end: int) -> RolloutSample:
     """The first ``end`` tokens of a growing sample, as if nothing had followed: rows of all but the last."""
     kept, ids = sample.mask_counts, sample.mask_ids
@@ -226,6 +252,7 @@ def cut(sample: RolloutSample, end: int) -> RolloutSample:
         mask_counts=kept,
         mask_ids=ids,
         decoded_masks=tuple(masks),
+        decoded_indexer=indexer_parts_until(sample, end),
         row_classes=classes_until(sample, end),
     )
 
@@ -258,7 +285,14 @@ def finished(sample: RolloutSample) -> RolloutSample:
     known, num_rows = sample.routed_experts, sample.num_tokens - 1
     if known is None or len(known) == num_rows:
         return sample
-    return replace(sample, routed_experts=joined(known, sample.decoded, num_rows))
+    chosen = sample.indexer_topk
+    if sample.decoded_indexer:
+        topk = sample.decoded_indexer[0][0]
+        chosen = indexer_topk.joined(
+            sample.decoded_indexer, sample.num_tokens, topk, known.shape[1]
+        )
+    routes = joined(known, sample.decoded, num_rows)
+    return replace(sample, routed_experts=routes, indexer_topk=chosen)
 
 
 def joined(like: np.ndarray, parts: Sequence[tuple[int, np.ndarray]], num_rows: int) -> np.ndarray:

@@ -18,6 +18,7 @@ from r3train.layout.rows import (
 )
 from r3train.ids import PADDING_UID, token_uids
 from r3train.layout.provenance import classes_of_tokens
+from r3train.routing import indexer_topk
 from r3train.types import (
     MicroBatch,
     RankSlice,
@@ -41,16 +42,17 @@ def build_microbatch(
     fresh_prefixes: bool = True,
     sampling_mask: bool = False,
     teacher: bool = False,
+    index_topk: int | None = None,
     rollout_id: int = 0,
 ) -> MicroBatch:
     """Concatenate samples into row-aligned streams and lay them out.
 
     ``route_shape`` is None without R3; ``tp_size`` 1 without sequence parallelism; for
     ``fresh_prefixes`` see ``row_versions``; ``sampling_mask`` is True where log-probs are those among the
-    tokens that sampling kept; ``teacher`` where samples carry a teacher's log-probs; ages are those in
-    rollout ``rollout_id``.
-    Raises ValueError naming the sample whose routes, sampling masks or teacher's log-probs are absent or
-    misshapen, and one whose classes of rows are misshapen.
+    tokens that sampling kept; ``teacher`` where samples carry a teacher's log-probs; ``index_topk`` where the
+    choices of an indexer are replayed; ages are those in rollout ``rollout_id``.
+    Raises ValueError naming the sample whose routes, sampling masks, indexer's choices or teacher's log-probs are absent
+    or misshapen, and one whose classes of rows are misshapen.
     """
     lengths = np.array([s.sample.num_tokens for s in samples], dtype=np.int32)
     routes = classes = None
@@ -65,6 +67,11 @@ def build_microbatch(
         # a sample begins with a prompt, which has none: the shift leaves the order of the ids
         mask_counts = shifted([s.sample.mask_counts for s in samples], np.int32)
         mask_ids = flat([s.sample.mask_ids for s in samples], np.int32)
+    chosen = chosen_rows = None
+    if index_topk is not None:
+        assert route_shape is not None, "an indexer is replayed with routes"
+        parts = [_of_indexer(s.sample, index_topk, route_shape.num_layers) for s in samples]
+        chosen, chosen_rows = _rows_of_indexers(parts, lengths, index_topk)
     teacher_log_probs = None
     if teacher:
         teacher_log_probs = shifted([_of_teacher(s.sample) for s in samples], np.float32)
@@ -91,7 +98,45 @@ def build_microbatch(
         mask_ids=mask_ids,
         teacher_log_probs=teacher_log_probs,
         row_classes=classes,
+        indexer_topk=chosen,
+        indexer_rows=chosen_rows,
     )
+
+
+def _of_indexer(sample: RolloutSample, topk: int, num_layers: int) -> np.ndarray:
+    """The bits of a sample's indexer; raises ValueError naming it if they are absent or misshapen."""
+    name, found = (
+        f"sample {sample.sample_id} (prompt {sample.prompt.prompt_id})",
+        sample.indexer_topk,
+    )
+    expected = indexer_topk.num_rows(sample.num_tokens, topk), num_layers
+    if found is None:
+        raise ValueError(
+            f"{name} came without the choices of its indexer; R3 needs {expected} of them"
+        )
+    if found.shape[:2] != expected:
+        raise ValueError(
+            f"{name} has choices of its indexer {found.shape[:2]}, expected {expected}"
+        )
+    return found
+
+
+def _rows_of_indexers(
+    parts: Sequence[np.ndarray], lengths: np.ndarray, topk: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Lay bits [r, L, W] of samples end to end, and find the row there of each token, -1 for none.
+
+    A sample's rows begin at position ``topk``; its last token has none.
+    """
+    if not parts:
+        return np.zeros((0, 0, 0), dtype=np.uint64), np.zeros(0, dtype=np.int64)
+    width = max(part.shape[2] for part in parts)
+    rows = np.full(int(lengths.sum()), -1, dtype=np.int64)
+    at = before = 0
+    for part, length in zip(parts, lengths.tolist()):
+        rows[at + topk : at + topk + len(part)] = np.arange(before, before + len(part))
+        at, before = at + length, before + len(part)
+    return np.concatenate([indexer_topk.widened(part, width) for part in parts]), rows
 
 
 def _of_teacher(sample: RolloutSample) -> np.ndarray:
@@ -228,6 +273,12 @@ def slice_microbatch(microbatch: MicroBatch, topology: RankTopology) -> RankSlic
         teacher_log_probs = of_tokens(microbatch.teacher_log_probs)
     if microbatch.row_classes is not None:
         row_classes = of_tokens(microbatch.row_classes, RowClass.FILLED)
+    chosen = indexer_layers = token_versions = None
+    if microbatch.indexer_topk is not None and microbatch.indexer_rows is not None:
+        indexer_layers = _sorted_numbers(topology.indexer_layer_numbers)
+        places = take_rows(microbatch.indexer_rows, rows, -1, runs)
+        chosen = _taken_of_indexers(microbatch.indexer_topk, places, indexer_layers)
+        token_versions = of_tokens(microbatch.row_versions, -1)
     return RankSlice(
         microbatch_id=microbatch.microbatch_id,
         cu_seqlens_padded=layout.cu_seqlens_padded,
@@ -250,7 +301,22 @@ def slice_microbatch(microbatch: MicroBatch, topology: RankTopology) -> RankSlic
         teacher_log_probs=teacher_log_probs,
         ages=of_tokens(microbatch.ages),
         row_classes=row_classes,
+        indexer_topk=chosen,
+        indexer_layers=indexer_layers,
+        token_versions=token_versions,
     )
+
+
+def _taken_of_indexers(bits: np.ndarray, rows: np.ndarray, layer_numbers: np.ndarray) -> np.ndarray:
+    """Gather the bits of some layers (numbers from 1) into rows, no bit where ``rows`` is -1.
+
+    bits: uint64[r, L, W]; rows: int64[n].  Returns [n, i, W], which lies in memory layer by layer.
+    """
+    out = np.zeros((len(layer_numbers), len(rows), bits.shape[2]), dtype=bits.dtype)
+    has = rows >= 0
+    for i, number in enumerate(layer_numbers.tolist() if has.any() else ()):
+        out[i, has] = bits[rows[has], number - 1]
+    return out.swapaxes(0, 1)
 
 
 def _rows_of(layout: TokenLayout, topology: RankTopology) -> tuple[np.ndarray, np.ndarray]:
@@ -262,7 +328,11 @@ def _rows_of(layout: TokenLayout, topology: RankTopology) -> tuple[np.ndarray, n
 
 
 def _layer_numbers(topology: RankTopology) -> np.ndarray:
-    return np.array(sorted(sum(topology.moe_layer_numbers, ())), dtype=np.int32)
+    return _sorted_numbers(topology.moe_layer_numbers)
+
+
+def _sorted_numbers(of_chunks: tuple[tuple[int, ...], ...]) -> np.ndarray:
+    return np.array(sorted(sum(of_chunks, ())), dtype=np.int32)
 
 
 assert PADDING == PADDING_UID

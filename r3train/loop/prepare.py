@@ -20,13 +20,19 @@ from r3train.algo.shaping import shaped_rewards, without_truncated
 from r3train.algo.trajectories import episode_places, episode_rewards, validate_trajectories
 from r3train.config import RunConfig
 from r3train.config.algorithm_settings import AlgorithmSection
+from r3train.config.cross_checks import replayed_index_topk
 from r3train.config.hf_facts import HfModelFacts
 from r3train.layout.bins import assign_microbatches, pack_bins
 from r3train.layout.microbatch import build_microbatch, row_versions, rows_never_computed
 from r3train.layout.provenance import classes_of_tokens, count_rows
-from r3train.loop.recorded import Recorded, decoded_sampling_mask, decoded_rows
+from r3train.loop.recorded import (
+    decoded_indexer,
+    decoded_rows,
+    decoded_sampling_mask,
+    Recorded,
+)
 from r3train.proof.judge import Place, StepExpectation, expected_calls
-from r3train.routing.layers import recomputed_moe_layers
+from r3train.routing.layers import layers_with_recomputed, recomputed_moe_layers
 from r3train.types import (
     MicroBatch,
     RankTopology,
@@ -94,6 +100,7 @@ def prepare(
             fresh_prefixes=config.rollout.fresh_prefixes,
             sampling_mask=config.rollout.replays_sampling_mask,
             teacher=config.algorithm.asks_teacher,
+            index_topk=replayed_index_topk(config, hf),
         )
         steps.append(dealt)
         counts.append(len(built[0]))
@@ -253,6 +260,30 @@ def recorded_sampling_mask(
     return recorded
 
 
+def recorded_indexer(
+    samples: Sequence[TrainSample],
+    steps: Sequence[StepSamples],
+    num_data_ranks: int,
+    shape: RouteShape,
+) -> Recorded:
+    """Take the fingerprints of the choices of the samples' indexers, a layer of the evidence for each decoder layer."""
+    layers = [shape.indexer_layer(number) for number in range(1, shape.num_layers + 1)]
+    recorded, data_rank_of = Recorded(num_data_ranks, layers), data_rank_of_samples(steps)
+    for sample in (s.sample for s in samples):
+        data_rank = data_rank_of.get(sample.sample_id, 0)
+        for position, bits in decoded_indexer(sample):
+            if len(bits):
+                recorded.add_indexer(data_rank, sample.sample_id, bits, position)
+    return recorded
+
+
+def _indexers(config: RunConfig, hf: HfModelFacts) -> dict[int, bool]:
+    """The indexers by their layer in the evidence, each with True where a recomputation chooses again."""
+    again = layers_with_recomputed("core_attn", config.parallel, config.model, hf)
+    layers = range(1, hf.num_hidden_layers + 1)
+    return {hf.route_shape.indexer_layer(layer): layer in again for layer in layers}
+
+
 def _counted_versions(sample: RolloutSample, versions: np.ndarray, config: RunConfig) -> np.ndarray:
     """The versions of a sample's rows in the counts by class, int32[T]; versions: as evidence has them.
 
@@ -288,6 +319,13 @@ def step_expectation(
         sampled = [s.sample.weight_versions[s.sample.mask_counts > 0] for s in samples]
         masks_current = _rows_current(rollout_id, sampled, config, passes)
     of_all = recorded if kept is None else recorded.beside(kept)
+    chosen = implied = None
+    if (topk := replayed_index_topk(config, hf)) is not None:
+        chosen = recorded_indexer(samples, steps, topologies[0].dp_size, hf.route_shape)
+        of_all = of_all.beside(chosen)
+        # the first rows, of whose tokens all are chosen, and the last, which nobody computed
+        never = [(s.sample.num_tokens, rows_never_computed(s.sample)) for s in samples]
+        implied = sum(min(topk, length - last) + last for length, last in never)
     layers, whole = of_all.layers.tolist(), of_all.whole_rows.sum(axis=0)
     num_rows = sum(s.sample.num_tokens for s in samples)
     return StepExpectation(
@@ -298,6 +336,7 @@ def step_expectation(
         rows_never_computed=sum(rows_never_computed(s.sample) for s in samples),
         expected_rows_current=_rows_current(rollout_id, versions, config, passes),
         expected_masks_current=masks_current,
+        expected_rows_implied=implied,
         rows_by_class=count_rows(
             [s.sample for s in samples],
             [_counted_versions(s.sample, own, config) for s, own in zip(samples, versions)],
@@ -310,6 +349,7 @@ def step_expectation(
             moe_layers=hf.moe_layer_numbers,
             recomputed=recomputed_moe_layers(config.parallel, config.model, hf),
             kept_layers=() if kept is None else kept.layers.tolist(),
+            indexers=None if chosen is None else _indexers(config, hf),
         ),
         places=[
             Place(

@@ -10,7 +10,12 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from r3train.routing.fingerprint import kept_fingerprint, recorded_rows, rollout_fingerprint
+from r3train.routing.fingerprint import (
+    indexer_fingerprint,
+    kept_fingerprint,
+    recorded_rows,
+    rollout_fingerprint,
+)
 from r3train.types import RolloutSample
 
 
@@ -35,6 +40,17 @@ def decoded_sampling_mask(sample: RolloutSample) -> Iterator[tuple[int, np.ndarr
         yield from sample.decoded_masks
     else:
         yield 0, sample.mask_counts, sample.mask_ids
+
+
+def decoded_indexer(sample: RolloutSample) -> Iterator[tuple[int, np.ndarray]]:
+    """The choices of an indexer that a sample's answers brought: position of the first row, bits.
+
+    They are those before stitching and cutting, as in ``decoded_rows``.
+    """
+    if sample.decoded_indexer or sample.indexer_topk is None:
+        yield from sample.decoded_indexer
+    else:
+        yield sample.num_tokens - 1 - len(sample.indexer_topk), sample.indexer_topk
 
 
 class Recorded:
@@ -66,6 +82,11 @@ class Recorded:
         own = kept_fingerprint(sample_id, counts, ids, layer, first)
         self.fingerprints[data_rank] += np.array([own])  # a sum of arrays wraps without a warning
         self.whole_rows[data_rank, 0] += int((counts > 0).sum())
+
+    def add_indexer(self, data_rank: int, sample_id: int, bits: np.ndarray, first: int) -> None:
+        """Add the choices of an indexer, uint64[R, L, W] of all decoder layers, from row ``first`` on."""
+        self.fingerprints[data_rank] += indexer_fingerprint(sample_id, bits, self.layers, first)
+        self.whole_rows[data_rank] += bits.any(axis=2).sum(axis=0)
 
     def beside(self, other: Recorded) -> Recorded:
         """The totals of these layers and then of the other's."""

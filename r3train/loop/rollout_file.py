@@ -27,7 +27,7 @@ HAS_BUFFER = "has_buffer"  # among a checkpoint's facts
 TEMPERATURE = "rollout_temperature"  # among a file's facts; older files lack it
 _FORMAT = "r3train-samples-1"
 # each prompt is written once; its fields are arrays over the file's prompts
-_NOT_IN_FILES = ("prompt", "decoded", "decoded_masks")
+_NOT_IN_FILES = ("prompt", "decoded", "decoded_masks", "decoded_indexer")
 
 
 def write_samples(path: Path, samples: Sequence[Scored], facts: Mapping[str, Any]) -> None:
@@ -164,12 +164,19 @@ def _on_disk(name: str) -> str:
 def _put(
     name: str, values: list[Any], tensors: dict[str, np.ndarray], plain: dict[str, list[Any]]
 ) -> None:
-    """One field of all records: arrays end to end with their lengths, anything else as JSON."""
+    """One field of all records: arrays end to end with their lengths, anything else as JSON.
+
+    Arrays of rows of different shapes lie flat, with the shape of each one's rows.
+    """
     arrays = [value for value in values if isinstance(value, np.ndarray)]
     if not arrays:
         plain[name] = values
         return
     assert len(arrays) + sum(value is None for value in values) == len(values), name
+    if len({array.shape[1:] for array in arrays}) > 1:  # rows of different widths
+        of_all = [(-1, -1) if value is None else value.shape[1:] for value in values]
+        tensors[f"{name}.row"] = np.array(of_all, dtype=np.int64)
+        arrays = [array.reshape(-1) for array in arrays]
     tensors[name] = np.ascontiguousarray(np.concatenate(arrays))
     lengths = [-1 if value is None else len(value) for value in values]
     tensors[f"{name}.length"] = np.array(lengths, dtype=np.int64)
@@ -202,11 +209,18 @@ def _rows(
 
 
 def _arrays(name: str, tensors: Mapping[str, np.ndarray]) -> list[np.ndarray | None]:
-    lengths = tensors[f"{name}.length"]
-    ends = np.cumsum(lengths.clip(min=0))
+    lengths, content = tensors[f"{name}.length"], tensors[name]
+    rows = tensors.get(f"{name}.row")
+    if rows is None:
+        rows = np.tile(np.array(content.shape[1:], dtype=np.int64), (len(lengths), 1))
+        content = content.reshape(-1)
+    sizes = lengths.clip(min=0) * rows.prod(axis=1)
+    ends = np.cumsum(sizes)
     return [
-        None if n < 0 else tensors[name][end - n : end].copy()
-        for n, end in zip(lengths.tolist(), ends.tolist())
+        None if n < 0 else content[end - size : end].reshape(n, *row).copy()
+        for n, row, size, end in zip(
+            lengths.tolist(), rows.tolist(), sizes.tolist(), ends.tolist(), strict=True
+        )
     ]
 
 

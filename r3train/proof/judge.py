@@ -35,8 +35,10 @@ EVIDENCE_VERSION = 1
 STAGES: tuple[str, ...] = get_args(ReplayStage)
 # A RowClass in evidence
 RowLabel = Literal["decoded", "prefilled", "prefilled_again", "cached", "filled"]
-# The stage of sampling masks, which no router call has.
+# The stages of router calls, of sampling masks, and of an indexer's choices.
+ROUTERS = ("replay_forward", "replay_backward")
 SAMPLING_MASK = "sampling_mask"
+INDEXERS = ("indexer_forward", "indexer_backward")
 # (pass, stage, 1-based layer)
 Cell = tuple[str, str, int]
 # Counters that steps.jsonl and the metrics have.
@@ -86,12 +88,21 @@ _FINGERPRINT = COUNTERS.index("fingerprint")
 _MASK = (1 << 64) - 1
 
 
-def native(passes: Collection[str]) -> tuple[str, str]:
-    """The pass and stage in which the trainer's own choice is compared: no weight has changed yet.
+def native(passes: Collection[str]) -> str:
+    """The pass in whose forwards the trainer's own choice is compared: no weight has changed yet.
 
     passes: of a step.  The train pass takes the place of an old-log-prob pass that was skipped.
     """
-    return "old_log_prob" if "old_log_prob" in passes else "train", STAGES[0]
+    return "old_log_prob" if "old_log_prob" in passes else "train"
+
+
+def own_choices(
+    totals: StepTotals, expectation: StepExpectation, stage: str
+) -> dict[int, dict[str, int]]:
+    """The counters by layer where the trainer's own choice is compared; stage: that of a forward."""
+    replay_pass = native(expectation.expected_calls)
+    layers = expectation.expected_calls[replay_pass].get(stage, {})
+    return {layer: totals.counters((replay_pass, stage, layer)) for layer in sorted(layers)}
 
 
 class StepTotals:
@@ -109,7 +120,7 @@ class StepTotals:
         """Add one call, or a sum of calls."""
         rows = call.rows_replayed + call.rows_filled + call.rows_padding + call.rows_native
         rows += call.rows_dropped
-        of_router = call.stage != SAMPLING_MASK
+        of_router = call.stage in ROUTERS
         left = call.num_rows * call.topk if of_router else call.replay_idx_sum
         values = [
             call.num_calls,
@@ -118,7 +129,7 @@ class StepTotals:
             abs(call.map_sum - left),
             *_AFTER_MAP(call),
             abs(rows - call.num_rows),
-            abs(call.topk - self._shape.topk),
+            abs(call.topk - self._shape.topk) if call.stage not in INDEXERS else 0,
             self._idx_sum_off(call) if of_router else 0,
             _part_rows_off(call),
         ]
@@ -136,12 +147,13 @@ class StepTotals:
         return dict(zip(COUNTERS, self.cells.get(cell) or [0] * len(COUNTERS)))
 
     def to_table(self, passes: Sequence[str]) -> np.ndarray:
-        """int64[passes, stages, layers + 2, counters], to be added up over ranks.
+        """int64[passes, stages, 2 * layers + 2, counters], to be added up over ranks.
 
-        Layers are indexed by their 1-based number, the output layer is the last; fingerprints stand in
-        the int64's bits.
+        Layers are indexed by their 1-based number, after them come the output layer and the indexers;
+        fingerprints stand in the int64's bits.
         """
-        size = (len(passes), len(STAGES), self._shape.output_layer + 1, len(COUNTERS))
+        last = self._shape.indexer_layer(self._shape.num_layers)
+        size = (len(passes), len(STAGES), last + 1, len(COUNTERS))
         table = np.zeros(size, dtype=np.uint64)
         for (replay_pass, stage, layer), values in self.cells.items():
             table[passes.index(replay_pass), STAGES.index(stage), layer] = np.array(
@@ -244,6 +256,8 @@ class StepExpectation(msgspec.Struct, frozen=True, kw_only=True):
     expected_rows_current: dict[ReplayPass, Amount]
     # the same for tokens with a sampling mask that were sampled at the actor's version; None without any
     expected_masks_current: dict[ReplayPass, Amount] | None = None
+    # rows that need no choice of an indexer: their tokens are all chosen, or no server computed them; None without one
+    expected_rows_implied: Amount | None = None
     # rows by class and weight version; None where a sample's classes are not known
     rows_by_class: dict[RowLabel, dict[Version, Amount]] | None = None
     # with 0 no replayed expert may be dropped
@@ -257,9 +271,9 @@ class StepExpectation(msgspec.Struct, frozen=True, kw_only=True):
         return sum(self.rows_by_class.get(row_class.label, {}).values())
 
     def total_calls(self) -> int:
-        """Router calls over all passes, stages and layers; sampling masks are none."""
+        """Router calls over all passes and layers."""
         places = [(s, of) for stages in self.expected_calls.values() for s, of in stages.items()]
-        return sum(sum(of.values()) for stage, of in places if stage != SAMPLING_MASK)
+        return sum(sum(of.values()) for stage, of in places if stage in ROUTERS)
 
 
 @dataclass(frozen=True)
@@ -394,7 +408,7 @@ def judge(
     ]
     for cell in places:
         got = totals.counters(cell)
-        for name in counts if cell[1] != SAMPLING_MASK else ():
+        for name in counts if cell[1] in ROUTERS else ():
             counts[name] += got[name]
         wanted = _wanted(cell, got, expectation)
         got["rows_compared"] = got["rows_equal"] + got["rows_overlap"] + got["rows_mismatch"]
@@ -403,8 +417,10 @@ def judge(
             got["rows_of_classes"] = sum(map(expectation.rows_of_class, RowClass)) - filled
             got["rows_of_class_filled"] = filled
         if "rows_left_out" in wanted:
-            filled = expectation.expected_rows_filled[cell[2]]
-            got["rows_left_out"] = filled - expectation.rows_never_computed
+            rightly = expectation.rows_never_computed
+            if cell[1] in INDEXERS:
+                rightly = expectation.expected_rows_implied
+            got["rows_left_out"] = expectation.expected_rows_filled[cell[2]] - (rightly or 0)
         whole = got["rows_replayed"] + got["rows_dropped"]
         failures += [Failure(*cell, n, got[n], v) for n, v in wanted.items() if got[n] != v]
         # the current rows with a missing slot are not compared: there are at most those replayed
@@ -419,17 +435,17 @@ def judge(
                 f"of the weights that the actor holds: staleness does not explain them (of {of_older} "
                 f"rows of other weights, which are not judged, {older} mismatch)"
             )
-        if cell[1] == SAMPLING_MASK or cell[0] == "ref_log_prob":
+        if cell[1] not in ROUTERS or cell[0] == "ref_log_prob":
             continue
         if older > mismatch_threshold * of_older:
             stale.append((older / max(of_older, 1), f"{older} of {of_older} rows {place}"))
     for cell in sorted(totals.cells.keys() - set(places)):
         failures.append(Failure(*cell, "num_calls", totals.cells[cell][0], 0))
     counts["num_calls_expected"] = expectation.total_calls()
-    place = native(expectation.expected_calls)
-    own_choice = [totals.counters((*place, layer)) for layer in expectation.expected_fingerprints]
+    own_choice = list(own_choices(totals, expectation, ROUTERS[0]).values())
     agreement = agreement_shares(own_choice, shape)
-    agreement |= _kept_agreement(totals, place[0], expectation)
+    for label, stage in (("kept", SAMPLING_MASK), ("indexer", INDEXERS[0])):
+        agreement |= _further_agreement(totals, expectation, stage, label)
     warning = None
     if stale:
         warning = (
@@ -452,7 +468,9 @@ def _wanted(cell: Cell, got: dict[str, int], expectation: StepExpectation) -> di
         wanted["rows_replayed"] = expectation.expected_rows_replayed[layer] - got["rows_dropped"]
         wanted["rows_filled"] = expectation.expected_rows_filled[layer]
         never = expectation.rows_never_computed
-        if stage != SAMPLING_MASK and never is not None:
+        if stage in INDEXERS and expectation.expected_rows_implied is not None:
+            wanted["rows_left_out"] = 0
+        if stage in ROUTERS and never is not None:
             # a server that computes a row and does not report it leaves the choice to the trainer
             wanted["rows_left_out"] = 0
             if expectation.rows_by_class is not None:
@@ -471,15 +489,16 @@ def _wanted(cell: Cell, got: dict[str, int], expectation: StepExpectation) -> di
     return {**wanted, "rows_compared": got["rows_replayed"] + got["rows_dropped"]}
 
 
-def _kept_agreement(
-    totals: StepTotals, replay_pass: str, expectation: StepExpectation
+def _further_agreement(
+    totals: StepTotals, expectation: StepExpectation, stage: str, label: str
 ) -> dict[str, float]:
-    """Shares of the rows whose sampling masks are the trainer's likeliest, and of those without its likeliest."""
-    layers = expectation.expected_calls[replay_pass].get(SAMPLING_MASK, {})
-    of = [totals.counters((replay_pass, SAMPLING_MASK, layer)) for layer in layers]
+    """Shares of rows with the trainer's own choice, and with none of it; of sampling masks or of indexers."""
+    of = own_choices(totals, expectation, stage).values()
     rows = sum(values["rows_replayed"] for values in of)
     names = ("equal", "mismatch") if rows else ()
-    return {f"kept_{name}": sum(values[f"rows_{name}"] for values in of) / rows for name in names}
+    return {
+        f"{label}_{name}": sum(values[f"rows_{name}"] for values in of) / rows for name in names
+    }
 
 
 def agreement_shares(layers: Sequence[Mapping[str, int]], shape: RouteShape) -> dict[str, float]:
@@ -564,18 +583,27 @@ def expected_calls(
     moe_layers: Iterable[int],
     recomputed: Iterable[int],
     kept_layers: Collection[int] = (),
+    indexers: Mapping[int, bool] | None = None,
 ) -> dict[str, dict[str, dict[int, int]]]:
     """Router calls over all ranks: a layer is called once per microbatch on each rank of its stage.
 
     num_microbatches: of one rank, over all optimizer steps of the rollout.  kept_layers: the output layer
-    where sampling masks are applied, once per microbatch on each rank of the last stage.
+    where sampling masks are applied, once per microbatch on each rank of the last stage.  indexers: layers whose
+    indexer's choice is replayed, by their number in the evidence, each with True where it is recomputed.
     """
     each = num_microbatches * ranks_per_stage
     forward = {layer: each for layer in moe_layers}
     recomputed = set(recomputed)
     again = {layer: each for layer in forward if layer in recomputed}
-    kept = {SAMPLING_MASK: dict.fromkeys(kept_layers, each)} if kept_layers else {}
-    return {
-        p: {"replay_forward": forward, "replay_backward": again if p == "train" else {}, **kept}
-        for p in passes
-    }
+    kept: dict[str, dict[int, int]] = {}
+    if kept_layers:
+        kept[SAMPLING_MASK] = dict.fromkeys(kept_layers, each)
+    calls = {}
+    for p in passes:
+        trains = p == "train"
+        calls[p] = dict(zip(ROUTERS, (forward, again if trains else {}))) | kept
+        if indexers:
+            twice = [layer for layer, is_recomputed in indexers.items() if is_recomputed]
+            calls[p][INDEXERS[0]] = dict.fromkeys(indexers, each)
+            calls[p][INDEXERS[1]] = dict.fromkeys(twice, each) if trains else {}
+    return calls

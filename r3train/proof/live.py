@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 
 import torch
 import torch.distributed as dist
 
 from r3train.host_group import host_barrier, host_group
 from r3train.proof.judge import (
+    INDEXERS,
     judge,
-    native,
+    own_choices,
+    ROUTERS,
     Served,
     step_line,
     StepExpectation,
@@ -61,9 +64,9 @@ def prove_step(
         if rechecked is not None:
             verdict = replace(verdict, sampling=judge_recheck(rechecked, missed))
         verdict = replace(verdict, custody=judge_custody(custody), served=served)
-        place = native(passes)
-        layers = (totals.counters((*place, layer)) for layer in expectation.expected_fingerprints)
-        wrong = not verdict.passed or any(map(beaten_by, layers))
+        of_forwards = (ROUTERS[0], INDEXERS[0])
+        layers = (own_choices(totals, expectation, stage).values() for stage in of_forwards)
+        wrong = not verdict.passed or any(map(beaten_by, chain(*layers)))
     if evidence.summed:
         flag = torch.tensor([bool(wrong)])
         dist.broadcast(flag, src=0, group=host_group())

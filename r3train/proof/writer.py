@@ -18,7 +18,7 @@ from typing import TextIO
 from r3train.config.files import naming, open_regular
 from r3train.data import rotated_files
 from r3train.data.json_lines import append_lines, cut_truncated_line
-from r3train.proof.judge import SAMPLING_MASK, sums_of
+from r3train.proof.judge import ROUTERS, sums_of
 from r3train.proof.custody_verdict import CustodyRecord
 from r3train.proof.recheck_verdict import RecheckRecord
 from r3train.proof.served_verdict import ServedRecord
@@ -83,8 +83,8 @@ class EvidenceWriter:
     def write(self, records: Sequence[ReplayEvidence], *, as_sums: bool = False) -> None:
         """Log and store the records of one step, or their sums, then flush."""
         for record in sums_of(records) if as_sums else records:
-            # a native call took no replay branch, and sampling masks are no router call
-            if record.rows_native == 0 and record.stage != SAMPLING_MASK:
+            # a native call took no replay branch
+            if record.rows_native == 0 and record.stage in ROUTERS:
                 for line in evidence_lines(record, is_sum=as_sums):
                     logger.info(line)
             fields = {"attempt": self._attempt, **asdict(record)}

@@ -108,7 +108,15 @@ class CustomReward:
     async def __call__(self, samples: list[RolloutSample], timeout_s: float) -> Any:
         """Call the function for one sample, or for a group."""
         whole = [
-            replace(sample, routed_experts=None, decoded=(), decoded_masks=()) for sample in samples
+            replace(
+                sample,
+                routed_experts=None,
+                decoded=(),
+                decoded_masks=(),
+                indexer_topk=None,
+                decoded_indexer=(),
+            )
+            for sample in samples
         ]
         arguments = self._signature.arguments(whole)
         value = await self._workers.call(arguments, timeout_s=timeout_s)

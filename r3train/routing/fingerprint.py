@@ -76,6 +76,35 @@ def kept_fingerprint(
     return x.sum(dtype=np.uint64)
 
 
+def indexer_fingerprint(
+    sample_id: int, bits: np.ndarray, layer_numbers: np.ndarray, first_position: int
+) -> np.ndarray:
+    """Fingerprint of one sample's choices of an indexer, a number per layer: uint64[i].
+
+    bits: uint64[R, L, W], the rows from token ``first_position`` on.  Every word with a bit counts, hashed with its
+    row, its place and its layer, so that added words without bits change nothing.
+    layer_numbers: int[i], those of the evidence; layer ``layer_numbers[j]`` of the evidence is index j of the bits.
+    """
+    uids = token_uids(sample_id, first_position + len(bits))[first_position:].view(np.uint64)
+    places = (np.arange(bits.shape[2], dtype=np.uint64) + np.uint64(1)) * np.uint64(_EXPERT)
+    rows = (uids * np.uint64(_UID))[:, None] + places
+    out = np.zeros(len(layer_numbers), dtype=np.uint64)
+    for i, number in enumerate(layer_numbers):
+        words = bits[:, i]
+        x = _mixed(rows + np.uint64(int(number) * _LAYER & _MASK64))
+        x = _mixed(x + words * np.uint64(_UID))
+        x[words == 0] = 0
+        out[i] = x.sum(dtype=np.uint64)
+    return out
+
+
+def _mixed(x: np.ndarray) -> np.ndarray:
+    """Finish a hash, uint64[...]."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(_MIX1)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(_MIX2)
+    return x ^ (x >> np.uint64(31))
+
+
 def recorded_rows(routed_experts: np.ndarray, layer_numbers: np.ndarray) -> np.ndarray:
     """int64[l] rows of one sample whose every slot the engine reported, a number per layer."""
     own = routed_experts[:, np.asarray(layer_numbers) - 1]
@@ -110,6 +139,21 @@ def route_hashes(
     x = _xor_shift(x, 30) * _signed(_MIX1)
     x = _xor_shift(x, 27) * _signed(_MIX2)
     return _xor_shift(x, 31)
+
+
+def indexer_hashes(uids: torch.Tensor, words: torch.Tensor, layer_number: int) -> torch.Tensor:
+    """Hash the words of an indexer's choices of one layer on the device: int64[n, W], 0 for a word without bits.
+
+    uids: int64[n]; words: int64[n, W], the bits of ``indexer_fingerprint``'s.
+    """
+    places = torch.arange(1, words.shape[1] + 1, device=words.device) * _signed(_EXPERT)
+    x = (uids * _signed(_UID) + _signed(layer_number * _LAYER))[:, None] + places
+    for added in (0, words * _signed(_UID)):
+        x = x + added
+        x = _xor_shift(x, 30) * _signed(_MIX1)
+        x = _xor_shift(x, 27) * _signed(_MIX2)
+        x = _xor_shift(x, 31)
+    return x * (words != 0)
 
 
 def to_unsigned(fingerprint: int) -> int:

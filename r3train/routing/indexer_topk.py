@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import binascii
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import pybase64
@@ -59,6 +60,27 @@ def widened(bits: np.ndarray, width: int) -> np.ndarray:
     if bits.shape[2] == width:
         return bits
     return np.pad(bits, ((0, 0), (0, 0), (0, width - bits.shape[2])))
+
+
+def joined(
+    parts: Sequence[tuple[int, np.ndarray]], num_tokens: int, topk: int, num_layers: int
+) -> np.ndarray:
+    """Put parts of rows, each with the position of its first, at their places: all rows of a sample.
+
+    Rows of no part have no bit.
+    """
+    width = num_words(num_tokens)
+    if len(parts) == 1 and parts[0][1].shape == (
+        num_rows(num_tokens, topk),
+        num_layers,
+        width,
+    ):
+        return parts[0][1]
+    bits = np.zeros((num_rows(num_tokens, topk), num_layers, width), dtype="<u8")
+    for first, part in parts:
+        if len(part):
+            bits[first - topk : first - topk + len(part), :, : part.shape[2]] = part
+    return bits
 
 
 def shortened(ids: np.ndarray, num_tokens: int) -> str | None:

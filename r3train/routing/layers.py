@@ -76,15 +76,17 @@ def recomputed_layers(
     method: str | None,
     num_layers: int | None,
     modules: tuple[str, ...],
+    module: str = "moe",
 ) -> tuple[int, ...]:
-    """Layers of one chunk whose router runs a second time in backward.
+    """Layers of one chunk whose router, or another module, runs a second time in backward.
 
     Full uniform recomputes all; full block the first ``num_layers`` of the chunk; selective only
-    when the ``moe`` module is recomputed.  Source: Megatron-Core TransformerBlock and MoELayer.
+    when the ``module`` is recomputed: ``moe`` is the router's, ``core_attn`` an indexer's.
+    Source: Megatron-Core TransformerBlock, MoELayer and MultiLatentAttention.
     """
     if granularity == "full":
         return chunk_layers if method == "uniform" else chunk_layers[: num_layers or 0]
-    if granularity == "selective" and "moe" in modules:
+    if granularity == "selective" and module in modules:
         return chunk_layers
     return ()
 
@@ -108,6 +110,14 @@ def recomputed_moe_layers(
     parallel: ParallelSection, model: ModelSection, hf: HfModelFacts
 ) -> tuple[int, ...]:
     """Numbers of the MoE layers whose router runs a second time in backward."""
+    layers = layers_with_recomputed("moe", parallel, model, hf)
+    return tuple(layer for layer in layers if layer in hf.moe_layer_numbers)
+
+
+def layers_with_recomputed(
+    module: str, parallel: ParallelSection, model: ModelSection, hf: HfModelFacts
+) -> tuple[int, ...]:
+    """Numbers of the layers of which a module runs a second time in backward, see ``recomputed_layers``."""
     return tuple(
         layer
         for stage in layers_by_stage(parallel, hf)
@@ -118,6 +128,6 @@ def recomputed_moe_layers(
             method=model.recompute_method,
             num_layers=model.recompute_num_layers,
             modules=model.recompute_modules,
+            module=module,
         )
-        if layer in hf.moe_layer_numbers
     )

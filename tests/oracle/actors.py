@@ -21,6 +21,7 @@ import torch
 
 from r3train.config import RunConfig
 from r3train.config.hf_facts import HfModelFacts
+from r3train.routing.indexer_topk import num_words, to_bits
 from r3train.types import Prompt, RankSlice, RolloutSample, TrainSample
 
 SEARCHED: list[str] = []  # directories in which ranks look for packages first
@@ -153,10 +154,21 @@ def samples(
             routed_experts=routes,
             weight_versions=np.where(mask, 0, -1).astype(np.int32),
             finish_reason="stop",
+            indexer_topk=None if hf.index_topk is None else random_choices(hf, length, generator),
         )
         sign = advantage * (-1) ** i
         out.append(TrainSample(sample, 0.0, np.where(mask, sign, 0).astype(np.float32)))
     return out
+
+
+def random_choices(hf: HfModelFacts, length: int, generator: np.random.Generator) -> np.ndarray:
+    """Choices that no indexer would make, as ``RolloutSample.indexer_topk`` of a sample of ``length`` tokens."""
+    topk, layers = hf.index_topk, hf.num_hidden_layers
+    ids = [
+        [generator.permutation(position + 1)[:topk] for _ in range(layers)]
+        for position in range(topk, length - 1)
+    ]
+    return to_bits(np.array(ids, int).reshape(-1, layers, topk), num_words(length))
 
 
 def slices_of(

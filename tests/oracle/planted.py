@@ -199,7 +199,7 @@ def layers_read(as_layer: Callable[[int, int], int]) -> Iterator[None]:
     def init(original, self, manager, vp_stage, layer_number, gates):
         original(self, manager, vp_stage, as_layer(vp_stage, layer_number), gates)
 
-    def with_layers(original, topology, layers):
+    def with_layers(original, topology, layers, indexers):
         also = tuple(
             tuple(dict.fromkeys([*chunk, *(as_layer(v, n) for n in chunk)]))
             for v, chunk in enumerate(layers)

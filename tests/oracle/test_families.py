@@ -232,14 +232,15 @@ def replayed(directories: list[str], parallel: dict) -> dict[str, dict[str, Any]
 
 @pytest.fixture(scope="module")
 def forced(tmp_path_factory) -> tuple[Path, dict[str, tuple[dict, dict]]]:
-    """Checkpoints, and of each {uid: log-prob} and the gradients under random routes."""
+    """Checkpoints, and of each {uid: log-prob} and the gradients under random routes and choices."""
     directory, out = tmp_path_factory.mktemp("families"), {}
     for name in SPARSE:
         make(directory / name, name)
         batch = samples(read_hf_facts(directory / name), LENGTHS)
         model, by_uid, loss = HfReference(directory / name), {}, 0.0
         for s in batch:
-            log_probs = model.log_probs(s.sample.token_ids, s.sample.routed_experts)
+            given = s.sample.routed_experts, s.sample.indexer_topk
+            log_probs = model.log_probs(s.sample.token_ids, *given)
             uids = token_uids(s.sample.sample_id, s.sample.num_tokens)
             by_uid |= dict(zip(uids[:-1].tolist(), log_probs.tolist()))
             mask = torch.from_numpy(s.sample.loss_mask[1:])

@@ -34,7 +34,11 @@ from r3train.trainer.megatron.model import build_model
 from r3train.trainer.megatron.offload import DeviceMemory, on_host
 from r3train.trainer.megatron.optimizer import build_optimizer, build_scheduler
 from r3train.trainer.megatron.own_routes import OwnRoutes
-from r3train.trainer.megatron.replay import RoutingReplayManager, decoder_routers
+from r3train.trainer.megatron.replay import (
+    decoder_indexers,
+    decoder_routers,
+    RoutingReplayManager,
+)
 from r3train.trainer.megatron.route_drift import RouteDrift
 from r3train.trainer.megatron.topology import with_layers
 from r3train.types import RankSlice, RankTopology, ReplayEvidence
@@ -77,7 +81,10 @@ class MegatronActor:
         layers = tuple(
             tuple(r.layer_number for r in decoder_routers(c)) for c in self.model.unwrapped
         )
-        self.topology = with_layers(topology, layers)
+        indexers = tuple(
+            tuple(a.layer_number for a in decoder_indexers(c)) for c in self.model.unwrapped
+        )
+        self.topology = with_layers(topology, layers, indexers)
         self.replay: RoutingReplayManager | OwnRoutes | None = None
         if config.replay.use_routing_replay:
             self.replay = OwnRoutes(device)

@@ -27,6 +27,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from r3train.patches import patch
 from r3train.routing.padding import fill_missing, dropped_slots, padding_routes
+from r3train.trainer.megatron.indexer_replay import ReplayedCall, StagedIndexer
 from r3train.trainer.megatron.replay_evidence import CallRecorder, Choice, Gates
 from r3train.trainer.megatron.route_drift import RouteDrift
 from r3train.types import RankSlice, ReplayEvidence, missing_marker
@@ -189,6 +190,39 @@ class RouterReplay:
         return decided
 
 
+class IndexerReplay:
+    """The replay of the choices of one chunk's indexers (a ``ChoiceReplay``)."""
+
+    def __init__(self, manager: RoutingReplayManager, vp_stage: int, num_layers: int, topk: int):
+        self._manager = manager
+        self._vp_stage = vp_stage
+        self._num_layers = num_layers
+        self._topk = topk
+
+    def of_call(self, layer_number: int, x: torch.Tensor) -> ReplayedCall | None:
+        """Return the replay of the call that begins, None outside a pass and in a pass without choices."""
+        manager = self._manager
+        microbatch_id = manager.current_microbatch(self._vp_stage)
+        staged = None if microbatch_id is None else manager.staged_indexers.get(microbatch_id)
+        if staged is None or microbatch_id is None:
+            return None
+        layer, record, controls = self._num_layers + 1 + layer_number, None, False
+        if manager.recorder is not None:
+            again = in_recomputation()
+            controls = manager.recorder.native and not again
+            record = manager.recorder.of_indexer(
+                staged,
+                staged.column[layer_number],
+                x,
+                vp_stage=self._vp_stage,
+                microbatch_id=microbatch_id,
+                layer_number=layer,
+                stage="indexer_backward" if again else "indexer_forward",
+                topk=self._topk,
+            )
+        return ReplayedCall(staged, layer_number, layer, self._topk, record, controls)
+
+
 @torch.no_grad()
 def gate_values(router: TopKRouter, scores: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
     """The router's gate values at some experts, float[m, k], up to a factor a row.
@@ -247,6 +281,7 @@ class RoutingReplayManager:
         self.drifts = False  # True in the pass in which the drift is counted
         self._routers: list[tuple[int, TopKRouter]] = []
         self._staged: dict[int, StagedRoutes] = {}
+        self.staged_indexers: dict[int, StagedIndexer] = {}  # by microbatch
         self._forward: dict[int, int] = {}
         self._backward: dict[int, int] = {}
         self._active = False
@@ -282,6 +317,11 @@ class RoutingReplayManager:
                 if self._recorder is not None:
                     router.register_forward_hook(self._record_call)
                 self._routers.append((vp_stage, router))
+            for attention in decoder_indexers(chunk):
+                config = attention.config
+                attention.choice_replay = IndexerReplay(
+                    self, vp_stage, config.num_layers, config.dsa_indexer_topk
+                )
             layers.append(tuple(r.layer_number for r in routers))
         return tuple(layers)
 
@@ -313,6 +353,10 @@ class RoutingReplayManager:
             )
             for s in slices
         }
+        for s in slices:
+            staged = StagedIndexer.from_slice(s, self.device, weight_version)
+            if staged is not None:
+                self.staged_indexers[s.microbatch_id] = staged
         self._active = True
         self.drifts = self.drift is not None and native
         if self.recorder is not None:
@@ -329,6 +373,7 @@ class RoutingReplayManager:
     def end_pass(self) -> None:
         """Drop the routes of the pass, so that no later pass can get them."""
         self._staged.clear()
+        self.staged_indexers.clear()
         self._forward.clear()
         self._backward.clear()
         self._active = self.drifts = False
@@ -409,6 +454,16 @@ def decoder_routers(chunk: torch.nn.Module) -> list[TopKRouter]:
     mtp = {id(m) for name, m in chunk.named_modules() if "mtp" in name.split(".")}
     routers = [m for m in chunk.modules() if isinstance(m, TopKRouter) and id(m) not in mtp]
     return sorted(routers, key=lambda r: r.layer_number)
+
+
+def decoder_indexers(chunk: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the chunk's sparse attentions by layer number, without those of multi-token prediction."""
+    found = [
+        m
+        for name, m in chunk.named_modules()
+        if hasattr(m, "choice_replay") and "mtp" not in name.split(".")
+    ]
+    return sorted(found, key=lambda m: m.layer_number)
 
 
 def in_recomputation() -> bool:

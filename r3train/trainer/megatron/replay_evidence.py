@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any, TYPE_CHECKING
 
 import torch
 
@@ -22,6 +22,7 @@ from r3train.trainer.megatron.sampling_mask import SamplingMask, shard_of, was_l
 from r3train.types import ReplayEvidence
 
 if TYPE_CHECKING:
+    from r3train.trainer.megatron.indexer_replay import Recording, StagedIndexer
     from r3train.trainer.megatron.replay import StagedRoutes
 
 # A recomputed router input may differ from the first by the noise of the kernels, not by more.
@@ -122,7 +123,9 @@ class CallRecorder:
         self._signatures: dict[tuple[int, int], torch.Tensor] = {}
         # the same of slots that a forward dropped, bool[m, K]
         self._dropped: dict[tuple[int, int], torch.Tensor] = {}
-        self._projection: torch.Tensor | None = None
+        self._projections: dict[int, torch.Tensor] = (
+            {}
+        )  # by the number of columns of what is projected
 
     def begin_pass(
         self, replay_pass: str, weight_version: int | None = None, *, native: bool
@@ -192,7 +195,9 @@ class CallRecorder:
             if choice.dropped is not None:
                 seen.dropped = self._slots_dropped(staged, choice, column, microbatch_id, stage)
             if self._pass == "train":
-                seen.signatures = self._signatures_of(choice, microbatch_id, stage)
+                seen.signatures = self._signatures_of(
+                    choice.scores, layer_number, microbatch_id, stage
+                )
         self._calls.append(call)
         kind = self._pass, self._native, stage, seen.lacks
         if self._staged is not staged or self._kind != kind:
@@ -270,9 +275,7 @@ class CallRecorder:
             values.update(_controls(staged, own, replayed, columns, whole))
         if seen[0].signatures is not None:
             first, again = map(torch.stack, zip(*(s.signatures for s in seen)))
-            scale = first.abs().amax(2).clamp_min(1.0)
-            differ = (first - again).abs().amax(2) > _RECOMPUTE_TOLERANCE * scale
-            values["rows_recompute_differ"] = differ.sum(1)
+            values["rows_recompute_differ"] = _differ(first, again).sum(1)
 
     def _slots_dropped(
         self,
@@ -299,19 +302,19 @@ class CallRecorder:
         return dropped
 
     def _signatures_of(
-        self, choice: Choice, microbatch_id: int, stage: str
+        self, scores: torch.Tensor, layer_number: int, microbatch_id: int, stage: str
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Keep a forward's scores that will be recomputed; of a recomputation return them and its own.
 
         They alone tie a recomputation to its microbatch.  Routes and uids come from the same staged
         record: they would agree with each other even if both were another microbatch's.
         """
-        key = microbatch_id, choice.layer_number
-        if stage == "replay_forward":
+        key = microbatch_id, layer_number
+        if stage.endswith("forward"):
             if is_checkpointing():
-                self._signatures[key] = self._signature(choice.scores)
+                self._signatures[key] = self._signature(scores)
             return None
-        again = self._signature(choice.scores)
+        again = self._signature(scores)
         first = self._signatures.pop(key, None)
         if first is None or first.shape != again.shape:  # no row is the forward's
             return torch.zeros_like(again), torch.full_like(again, torch.inf)
@@ -319,10 +322,58 @@ class CallRecorder:
 
     def _signature(self, scores: torch.Tensor) -> torch.Tensor:
         """Project scores [m, E] on four fixed directions, float32[m, 4]."""
-        if self._projection is None:  # made on the device, so that nothing waits for a copy
-            numbers = torch.arange(scores.shape[1] * _SIGNATURE_COLUMNS, device=scores.device)
-            self._projection = numbers.cos().view(scores.shape[1], _SIGNATURE_COLUMNS)
-        return scores.float() @ self._projection
+        columns = scores.shape[1]
+        if columns not in self._projections:  # made on the device, so that nothing waits for a copy
+            numbers = torch.arange(columns * _SIGNATURE_COLUMNS, device=scores.device)
+            self._projections[columns] = numbers.cos().view(columns, _SIGNATURE_COLUMNS)
+        return scores.float() @ self._projections[columns]
+
+    @property
+    def native(self) -> bool:
+        """True in a pass whose forwards count the controls."""
+        return self._native
+
+    @torch.no_grad()
+    def of_indexer(
+        self, staged: StagedIndexer, column: int, x: torch.Tensor, *, topk: int, **place: Any
+    ) -> Recording:
+        """Return what makes the record of a call of sparse attention that begins.
+
+        x: the layer's input, [n, 1, hidden] or its sequence-parallel share.  It alone ties a recomputation to its
+        microbatch, see ``_signatures_of``.  place: fields of ``ReplayEvidence``.  Tensor-parallel rank 0
+        alone counts the rows.
+        """
+        signatures = None
+        if self._pass == "train":
+            layer, microbatch = place["layer_number"], place["microbatch_id"]
+            signatures = self._signatures_of(
+                x.detach().flatten(0, 1), layer, microbatch, place["stage"]
+            )
+        chosen = staged.num_chosen[column]
+        call = _Call(
+            host=dict(
+                replay_pass=self._pass,
+                num_rows=staged.num_rows,
+                rows_replayed=chosen,
+                rows_filled=staged.num_real - chosen,
+                rows_padding=staged.num_rows - staged.num_real,
+                rows_native=0,
+                rows_current=staged.num_current,
+                topk=topk,
+                counts_tokens=parallel_state.get_tensor_model_parallel_rank() == 0,
+                **place,
+            )
+        )
+
+        def record(values: dict[str, torch.Tensor] | None) -> None:
+            if values is None:
+                values = {"map_sum": staged.uids.new_zeros(())}
+            if signatures is not None:
+                values["rows_recompute_differ"] = _differ(*signatures).sum()
+            call.counters = _vector(values)
+            self._calls.append(call)
+
+        return record
 
     @torch.no_grad()
     def count_sampling_mask(
@@ -425,13 +476,18 @@ class CallRecorder:
                 ReplayEvidence(
                     step=step,
                     rank=self._rank,
-                    topk=self._topk,
-                    **{"counts_tokens": self._counts_tokens, **call.host},
+                    **{"topk": self._topk, "counts_tokens": self._counts_tokens, **call.host},
                     **counters,
                 )
             )
         self._calls.clear()
         return records
+
+
+def _differ(first: torch.Tensor, again: torch.Tensor) -> torch.Tensor:
+    """bool[..., m]: rows of which a recomputation's signature, [..., m, 4], is not the forward's."""
+    scale = first.abs().amax(-1).clamp_min(1.0)
+    return (first - again).abs().amax(-1) > _RECOMPUTE_TOLERANCE * scale
 
 
 def _vector(values: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -65,10 +65,16 @@ def init_model_parallel(parallel: ParallelSection, seed: int) -> RankTopology:
 
 
 def with_layers(
-    topology: RankTopology, moe_layer_numbers: tuple[tuple[int, ...], ...]
+    topology: RankTopology,
+    moe_layer_numbers: tuple[tuple[int, ...], ...],
+    indexer_layer_numbers: tuple[tuple[int, ...], ...] = (),
 ) -> RankTopology:
-    """Return the topology with the MoE layers of the built model."""
-    return replace(topology, moe_layer_numbers=moe_layer_numbers)
+    """Return the topology with the MoE layers of the built model, and its layers with an indexer."""
+    return replace(
+        topology,
+        moe_layer_numbers=moe_layer_numbers,
+        indexer_layer_numbers=indexer_layer_numbers,
+    )
 
 
 def shutdown() -> None:

@@ -9,6 +9,7 @@ import pytest
 from r3train.config.cross_checks import (
     algorithm_warnings,
     check_model,
+    replayed_index_topk,
     check_static,
     prompt_limit,
     replay_warnings,
@@ -78,8 +79,7 @@ NOT_THE_MODELS = f"""
     | rollout_max_prompt_len=505 | = 513 exceeds max_position_embeddings 512
     | rollout_stop_token_ids=[64] | 64 is not in 0..63
     moe_layer_numbers=[1, 3, 4] | | layers [2] are dense
-    index_topk=511 | use_rollout_routing_replay=true | max_position_embeddings is 512, and beyond index_topk 511
-    index_topk=64 | use_rollout_routing_replay=true, rollout_max_context_len=65 | --rollout-max-context-len of at most 64
+    index_topk=64 | use_rollout_routing_replay=true, route_stores=true, rollout_max_context_len=65 | --rollout-max-context-len of at most 64
 """
 
 
@@ -95,6 +95,15 @@ def test_a_checkpoint_that_does_not_fit_is_refused(hf, fields, complaint):
     assert complaint in str(refused.value)
 
 
+def test_an_indexer_is_replayed_where_samples_may_be_longer_than_its_choice():
+    of = dict(hf=facts(index_topk=64))
+    assert replayed_index_topk(config(**R3), **of) == 64
+    assert replayed_index_topk(config(**R3, rollout_max_context_len=65), **of) == 64
+    assert replayed_index_topk(config(**R3, rollout_max_context_len=64), **of) is None
+    assert replayed_index_topk(config(), **of) is None
+    assert replayed_index_topk(config(**R3), facts()) is None
+
+
 def test_what_fits_passes():
     dense = dict(model_type="qwen3", num_experts=0, num_experts_per_tok=0, moe_layer_numbers=())
     tied = {"tie_word_embeddings": True}
@@ -102,8 +111,10 @@ def test_what_fits_passes():
     check_model(config(), facts(**dense, **tied), 1)
     check_model(config(replay_rollouts="."), facts(**tied), 1)
     check_model(config(), facts(index_topk=64), 1)
-    check_model(config(**R3), facts(index_topk=512), 1)
-    check_model(config(**R3, rollout_max_context_len=64), facts(index_topk=64), 1)
+    check_model(config(**R3), facts(index_topk=64), 1)
+    stores = dict(**R3, route_stores=True)
+    check_model(config(**stores), facts(index_topk=512), 1)
+    check_model(config(**stores, rollout_max_context_len=64), facts(index_topk=64), 1)
     uneven = dict(num_hidden_layers=27, moe_layer_numbers=tuple(range(1, 28)))
     stages = dict(pipeline_model_parallel_size=2, decoder_last_pipeline_num_layers=13)
     check_model(config(**stages), facts(**uneven), 2)

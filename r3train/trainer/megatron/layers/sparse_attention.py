@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from megatron.core import parallel_state
@@ -14,7 +15,7 @@ from megatron.core.transformer.experimental_attention_variant import dsa
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
 from r3train.families.weights import ModelWeights
-from r3train.patches import overrides
+from r3train.patches import overrides, patch
 from r3train.trainer.megatron.layers.latent_attention import adapt_latent_attention
 
 
@@ -40,12 +41,43 @@ class KeyNorm(torch.nn.LayerNorm):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
 
 
+class IndexerCall(Protocol):
+    """The replay of a layer's choice of tokens in one call."""
+
+    def replaced(self, own: torch.Tensor) -> torch.Tensor:
+        """Return the tokens that the rows attend to, given the indexer's choice.
+
+        Both are int64[n, K]: positions in the row's sequence, and -1 after the last.  Rows are those of
+        ``RankSlice.tokens``.
+        """
+        ...
+
+    def all_chosen(self) -> None:
+        """Take note that every row attends to all tokens: no sequence is longer than K."""
+        ...
+
+
+class ChoiceReplay(Protocol):
+    """The replay of indexers' choices, as ``RouterReplay`` is of a router's experts."""
+
+    def of_call(self, layer_number: int, x: torch.Tensor) -> IndexerCall | None:
+        """Return the replay of the layer's call that begins, None outside a pass.
+
+        x: the layer's input.  Later in the call Megatron computes without gradients, and no call looks like a recomputation:
+        this method must ask for the microbatch.
+        """
+        ...
+
+
 class SparseAttention(dsa.DSAttention):
     """Megatron's sparse attention; of microbatches without a long sequence the model's dense one.
 
     A sequence of at most ``dsa_indexer_topk`` tokens has all of them chosen, so dense attention computes the same.
-    The indexer is not trained: no gradient of the policy loss reaches it.
+    The indexer is not trained: no gradient of the policy loss reaches it.  ``choice_replay``, where it is set, replaces
+    its choice.
     """
+
+    choice_replay: ChoiceReplay | None = None
 
     def __init__(self, config: Any, submodules: SparseAttentionParts, **named: Any):
         # Megatron knows no other way for sparse attention, and asserts it
@@ -80,9 +112,35 @@ class SparseAttention(dsa.DSAttention):
         """
         assert packed_seq_params is not None, "the actor always packs"
         given = dict(attn_mask_type=attn_mask_type, packed_seq_params=packed_seq_params)
+        replay = self.choice_replay
+        call = None if replay is None else replay.of_call(self.layer_number, x)
         if packed_seq_params.max_seqlen_q <= self.index_topk:
+            if call is not None:
+                call.all_chosen()
             return self.dense(query, key, value, attention_mask, **given)
-        return super().forward(query, key, value, attention_mask, x, qr, **given).flatten(1)
+        token = _call.set(call)
+        try:
+            out = super().forward(query, key, value, attention_mask, x, qr, **given)
+        finally:
+            _call.reset(token)
+        return out.flatten(1)
+
+
+_call: ContextVar[IndexerCall | None] = ContextVar("call")  # the one in progress
+_megatrons_choice = dsa.fused_qk_topk_naive
+
+
+def _choose(
+    q, k, weights, index_topk, **named
+):  # noqa: ANN001, ANN003, ANN202 - Megatron's signature
+    """Let the layer's replay replace the choice, int64[1, n, K] of places in the whole pack."""
+    scores, own = _megatrons_choice(q, k, weights, index_topk, **named)
+    call = _call.get()
+    if call is None:
+        return scores, own
+    starts = named["varlen_starts"].view(-1, 1)
+    chosen = call.replaced(torch.where(own[0] < 0, -1, own[0] - starts))
+    return scores, torch.where(chosen < 0, -1, chosen + starts)[None]
 
 
 overrides(
@@ -98,6 +156,14 @@ def adapt_sparse_attention(
     layers: Any, weights: ModelWeights, first_layer: int, use_te: bool
 ) -> None:
     """Give latent attention an indexer, and take its norm of queries out of their projection."""
+    patch(
+        dsa,
+        "fused_qk_topk_naive",
+        _choose,
+        expects="(q, k, weights, index_topk, mask=None, varlen_starts=None, varlen_ends=None,"
+        " key_positions=None, use_relu=True)",
+        why="a choice of tokens is replayed",
+    )
     adapt_latent_attention(layers, weights, first_layer, use_te)
     indexer = dsa.DSAIndexerSubmodules(
         linear_wq_b=WholeLinear,
