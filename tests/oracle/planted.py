@@ -33,7 +33,8 @@ from r3train.generation import conversation, group_scorer, stitch
 from r3train.layout import microbatch
 from r3train.loop import distribute, kl_reward, prepare, weight_update
 from r3train.trainer.megatron import actor, forward_step, hf_weights, lora, optimizer, replay
-from r3train.trainer.megatron.replay import RouterReplay, RoutingReplayManager
+from r3train.trainer.megatron.indexer_replay import ReplayedCall
+from r3train.trainer.megatron.replay import IndexerReplay, RouterReplay, RoutingReplayManager
 from r3train.trainer.megatron.sampling_mask import DROPPED, SamplingMask, shard_of
 from r3train.verify.compare_outcomes import FORWARD, GRADIENTS, LOSS, ROUTES
 from r3train.verify.mutations import (
@@ -593,6 +594,68 @@ def drawn_token_dropped(original, self, logits):
 def sampling_mask_not_applied(original, self, logits):
     """Log-probs are those of the whole vocabulary."""
     return logits.clone()
+
+
+# -- an indexer's choices -----------------------------------------------------------------------
+
+CHOICES = "tests/oracle/test_indexer_replay.py"
+
+
+@replaces(microbatch, "_taken_of_indexers", caught_by=CHOICES)
+def one_chosen_token(original, bits, rows, layer_numbers):
+    """One token of one row of one layer is another."""
+    taken = original(bits, rows, layer_numbers).copy()
+    if taken.any():
+        row, layer = np.argwhere(taken.any(axis=2))[0]
+        word = int(taken[row, layer, 0])
+        chosen = word & -word
+        other = ~word & word + 1  # the first that is not chosen, at most token K
+        taken[row, layer, 0] = word ^ chosen ^ other
+    return taken
+
+
+@replaces(microbatch, "_taken_of_indexers", caught_by=CHOICES)
+def choices_of_the_row_before(original, bits, rows, layer_numbers):
+    """Every row attends to the tokens of the row before it."""
+    return original(bits, np.where(rows > 0, rows - 1, rows), layer_numbers)
+
+
+@replaces(microbatch, "_taken_of_indexers", caught_by=CHOICES)
+def choices_of_the_layer_before(original, bits, rows, layer_numbers):
+    """Every layer attends to the tokens of the layer before it."""
+    return original(np.roll(bits, 1, axis=1), rows, layer_numbers)
+
+
+@replaces(ReplayedCall, "replaced", caught_by=CHOICES)
+def choices_not_applied(original, self, own):
+    """Rows attend to the tokens of the trainer's own indexer."""
+    original(self, own)
+    return own
+
+
+@replaces(ReplayedCall, "replaced", caught_by=CHOICES)
+def token_chosen_twice(original, self, own):
+    """A row attends to one token less, and names another twice."""
+    chosen = original(self, own).clone()
+    chosen[:, 1] = chosen[:, 0]
+    return chosen
+
+
+@replaces(IndexerReplay, "of_call", caught_by=CHOICES)
+def indexer_not_asked(original, self, layer_number, x):
+    """The replay of a layer is not asked."""
+    return None if layer_number == 1 else original(self, layer_number, x)
+
+
+@replaces(IndexerReplay, "of_call", caught_by=CHOICES)
+def choices_of_the_forward_in_progress(original, self, layer_number, x):
+    """A recomputation gets the tokens of the microbatch whose forward came last."""
+    backward = dict(self._manager._backward)
+    self._manager._backward |= self._manager._forward
+    try:
+        return original(self, layer_number, x)
+    finally:
+        self._manager._backward |= backward
 
 
 # -- adapters ----------------------------------------------------------------------------------

@@ -118,6 +118,7 @@ class ReplayedCall:
     topk: int
     record: Recording | None
     controls: bool
+    _own: torch.Tensor | None = None
 
     def all_chosen(self) -> None:
         """Record a call in which every row attends to all tokens."""
@@ -132,21 +133,29 @@ class ReplayedCall:
             f"layer {self.layer_number}: the indexer sees {own.shape[0]} rows, "
             f"{staged.num_rows} are staged"
         )
+        self._own = own
         if not staged.num_chosen[column]:
-            self.all_chosen()
             return own
         flags = flags_of(staged.bits[column])
         # the K largest of a 0/1 row are its ones
         ids = flags.topk(self.topk, dim=1).indices
-        chosen = torch.where(staged.has[column][:, None], ids, own)
-        if self.record is not None:
-            self.record(self._counted(chosen, own, column))
-        return chosen
+        return torch.where(staged.has[column][:, None], ids, own)
+
+    @torch.no_grad()
+    def used(self, tokens: torch.Tensor) -> None:
+        """Record the choice that attention is given, int64[n, K]."""
+        if self.record is None or self._own is None:
+            return
+        column = self.staged.column[self.layer_number]
+        if self.staged.num_chosen[column]:
+            self.record(self._counted(tokens, self._own, column))
+        else:
+            self.record(None)
 
     def _counted(
         self, chosen: torch.Tensor, own: torch.Tensor, column: int
     ) -> dict[str, torch.Tensor]:
-        """Count the choice that attention gets, from its tokens, against the rollout's and the indexer's own."""
+        """Count the tokens that attention is given, against the rollout's choice and the indexer's own."""
         staged, width = self.staged, self.staged.bits.shape[2]
         has = staged.has[column] & staged.real
         flags, own_flags = flags_at(chosen, width), flags_at(own, width)

@@ -52,6 +52,10 @@ class IndexerCall(Protocol):
         """
         ...
 
+    def used(self, tokens: torch.Tensor) -> None:
+        """Take note of the tokens that attention is given, as in ``replaced``."""
+        ...
+
     def all_chosen(self) -> None:
         """Take note that every row attends to all tokens: no sequence is longer than K."""
         ...
@@ -104,11 +108,12 @@ class SparseAttention(dsa.DSAttention):
         qr: torch.Tensor,
         packed_seq_params: PackedSeqParams | None = None,
         attn_mask_type: Any = None,
+        attention_bias: None = None,
     ) -> torch.Tensor:
         """Attend.  query, key, value: [n, heads, size] of this rank; returns [n, heads * size].
 
         x: hidden states [n, 1, hidden], qr: compressed queries [n, rank], of which the indexer makes its choice;
-        both may be sequence-parallel shares.
+        both may be sequence-parallel shares.  attention_bias: of no model; a recomputation names it.
         """
         assert packed_seq_params is not None, "the actor always packs"
         given = dict(attn_mask_type=attn_mask_type, packed_seq_params=packed_seq_params)
@@ -140,7 +145,9 @@ def _choose(
         return scores, own
     starts = named["varlen_starts"].view(-1, 1)
     chosen = call.replaced(torch.where(own[0] < 0, -1, own[0] - starts))
-    return scores, torch.where(chosen < 0, -1, chosen + starts)[None]
+    places = torch.where(chosen < 0, -1, chosen + starts)
+    call.used(torch.where(places < 0, -1, places - starts))
+    return scores, places[None]
 
 
 overrides(
