@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from r3train.config.cross_checks import replayed_index_topk
 from r3train.engine.server import SGLangServer
 from r3train.observe.console import RunDisplay
 from r3train.launch.engines import Engines
@@ -61,6 +62,7 @@ class Replayed(RolloutFleet):
             group_size=config.rollout.n_samples_per_prompt,
             steps_per_rollout=config.steps_per_rollout,
             vocab_size=job.hf.vocab_size,
+            index_topk=replayed_index_topk(config, job.hf),
         )
 
     def close(self) -> None:

@@ -110,6 +110,8 @@ def _of_indexer(sample: RolloutSample, topk: int, num_layers: int) -> np.ndarray
         sample.indexer_topk,
     )
     expected = indexer_topk.num_rows(sample.num_tokens, topk), num_layers
+    if (found is None and not expected[0]) or (found is not None and not len(found)):
+        return np.zeros((*expected, 0), dtype=np.uint64)  # not one row was computed
     if found is None:
         raise ValueError(
             f"{name} came without the choices of its indexer; R3 needs {expected} of them"

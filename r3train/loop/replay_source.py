@@ -17,6 +17,7 @@ from r3train.data.sampled import flaw
 from r3train.generation.producer import OnWait
 from r3train.loop.rollout_source import ForwardedSource, RolloutSource
 from r3train.loop.rollout_file import TEMPERATURE, check_temperature, read_samples, write_samples
+from r3train.routing import indexer_topk
 from r3train.types import RolloutSample, Scored
 
 
@@ -103,6 +104,7 @@ class DumpedRollouts(RolloutSource):
     num_groups: int
     group_size: int
     vocab_size: int
+    index_topk: int | None = None  # of an indexer whose choices are replayed
     steps_per_rollout: int = 1
 
     def __post_init__(self) -> None:
@@ -128,6 +130,10 @@ class DumpedRollouts(RolloutSource):
         for sample, _ in (scored for group in groups for scored in group):
             if (found := flaw(sample, self.vocab_size)) is not None:
                 raise ValueError(f"{path}: sample {sample.sample_id} cannot be trained: {found}")
+            if self.index_topk is not None and sample.routed_experts is not None:
+                sizes = sample.num_tokens, self.index_topk, sample.routed_experts.shape[1]
+                if (found := indexer_topk.flaw(sample.indexer_topk, *sizes)) is not None:
+                    raise ValueError(f"{path}: sample {sample.sample_id} {found}")
         return groups
 
 

@@ -83,6 +83,28 @@ def joined(
     return bits
 
 
+def flaw(bits: np.ndarray | None, num_tokens: int, topk: int, num_layers: int) -> str | None:
+    """Say what is wrong with the rows of a sample that was read from a file; None if nothing is.
+
+    A row without any bit is one that no server computed.
+    """
+    rows = num_rows(num_tokens, topk)
+    if bits is None:
+        return None if not rows else f"has no indexer_topk, expected {rows} rows"
+    expected = rows, num_layers, num_words(num_tokens)
+    if bits.shape != expected or bits.dtype != np.uint64:
+        return f"has indexer_topk {bits.shape} {bits.dtype}, expected {expected} uint64"
+    wrong = _not_chosen(bits, topk, topk) & bits.any(axis=2)
+    if wrong.any():
+        row, layer = np.argwhere(wrong)[0].tolist()
+        return f"has indexer_topk that {_complaint(topk + row, layer, topk)}"
+    return None
+
+
+def _complaint(row: int, layer: int, topk: int) -> str:
+    return f"in row {row}, layer {layer} does not choose {topk} different tokens of 0 to {row}"
+
+
 def shortened(ids: np.ndarray, num_tokens: int) -> str | None:
     """Write the last rows of a sample of T tokens, ids int32[R, L, K], as bits.
 
@@ -125,10 +147,7 @@ def decode(
     if bits is None or (wrong := _not_chosen(bits, first, topk)).any():
         at = _not_of_tokens(content, first) if bits is None else wrong
         row, layer = np.argwhere(at)[0].tolist()
-        raise ValueError(
-            f"sample {sample}: indexer_topk row {first + row}, layer {layer} does not choose {topk} different"
-            f" tokens of 0 to {first + row}"
-        )
+        raise ValueError(f"sample {sample}: indexer_topk {_complaint(first + row, layer, topk)}")
     return bits
 
 

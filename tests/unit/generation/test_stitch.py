@@ -88,6 +88,55 @@ def test_every_row_is_of_the_forward_that_made_its_log_prob(prompt_len, counts, 
     assert sample.num_tokens == prompt_len + sum(counts), "no prefix is there twice"
 
 
+INDEX_TOPK = 3
+
+
+def with_choices(answer: Segment) -> Segment:
+    """The answer with bits that say which row and which computation they came from, one word a row."""
+    last = answer.rows_start + len(answer.rows)
+    first = max(answer.rows_start, INDEX_TOPK)
+    source = int(answer.weight_versions[0]) if len(answer.token_ids) else 0
+    bits = [[[row << 8 | source]] * SHAPE.num_layers for row in range(first, last)]
+    bits = np.array(bits, np.uint64).reshape(-1, SHAPE.num_layers, 1)
+    return replace(answer, indexer_topk=bits, indexer_start=first)
+
+
+@settings(max_examples=200)
+@given(
+    prompt_len=st.integers(1, 6),
+    counts=st.lists(st.integers(0, 5), min_size=1, max_size=5),
+    overlap=st.lists(st.integers(0, 4), min_size=5, max_size=5),
+    observed=st.integers(0, 3),
+    end=st.integers(2, 30),
+)
+def test_choices_of_an_indexer_stand_at_their_rows(prompt_len, counts, overlap, observed, end):
+    sample = start(prompt_len)
+    for source, (count, again) in enumerate(zip(counts, overlap, strict=False)):
+        first = max(0, rows_known(sample) - again)
+        sample = extend(sample, with_choices(segment(sample, count, source, start_len=first)))
+    if not sample.loss_mask.any():
+        assert sample.decoded_indexer == () and finished(sample).indexer_topk is not None
+        return
+    computed = sample.num_tokens - 1
+    longer = observe(sample, [9] * observed)
+    end = min(end, longer.num_tokens)
+    for whole in (longer, stitch.cut(longer, end)):
+        bits, length = finished(whole).indexer_topk, whole.num_tokens
+        assert bits.shape == (max(0, length - 1 - INDEX_TOPK), SHAPE.num_layers, 1)
+        for row in range(INDEX_TOPK, length - 1):
+            expected = row << 8 | int(longer.weight_versions[row + 1]) if row < computed else 0
+            if longer.loss_mask[row + 1] or row >= computed:
+                assert (bits[row - INDEX_TOPK] == expected).all(), row
+            else:  # of the prompt: of the first answer with a token
+                assert (bits[row - INDEX_TOPK] >> np.uint64(8) == row).all()
+
+
+def test_choices_on_one_side_of_a_seam_alone_are_refused():
+    sample = extend(start(5), with_choices(segment(start(5), 3, 0)))
+    with pytest.raises(ValueError, match="sample 7: .* only one has choices of its indexer"):
+        extend(sample, segment(sample, 2, 1))
+
+
 def test_rows_stand_at_their_places_and_a_gap_is_marked():
     parts = [(0, rows_of(range(2), 1)), (3, rows_of(range(3, 5), 2))]
     rows = joined(parts[0][1][:0], parts, 6)

@@ -41,6 +41,10 @@ def sample(sample_id: int, prompt: Prompt, response: int, routes: bool = True) -
         row_classes=rng.integers(0, 5, n).astype(np.uint8) if routes else None,
         mask_counts=kept if routes else None,
         mask_ids=rng.integers(0, 99, kept.sum()).astype(np.int32) if routes else None,
+        # rows of its own width, and none at all
+        indexer_topk=(
+            rng.integers(0, 99, (sample_id, 3, 1 + sample_id), np.uint64) if routes else None
+        ),
     )
 
 
@@ -84,8 +88,9 @@ def test_the_arrays_take_their_own_bytes_and_little_more(tmp_path):
     path = tmp_path / "s.safetensors"
     write_samples(path, scored(), {})
     tokens = sum(s.num_tokens for s, _ in scored())
+    words = sum(s.indexer_topk.size for s, _ in scored())
     # int32 tokens and versions, float32 log-probs, a mask, 3 * 2 experts
-    assert path.stat().st_size < tokens * (4 + 4 + 4 + 1 + 6) + 5000
+    assert path.stat().st_size < tokens * (4 + 4 + 4 + 1 + 6) + 8 * words + 5000
 
 
 def one_byte_changed(content: bytes) -> bytes:
