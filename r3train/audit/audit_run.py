@@ -45,6 +45,7 @@ from r3train.proof.judge import (
     Failure,
     INDEXERS,
     judge,
+    misaligned,
     native,
     own_choices,
     ROUTERS,
@@ -115,9 +116,10 @@ class _Step:
     canaries: list[ServedLine]
     verdict: StepVerdict
 
-    def own_choice(self, stage: str = ROUTERS[0]) -> dict[int, dict[str, int]]:
-        """The counters by layer where the trainer's own choice is compared with the replayed one."""
-        return own_choices(self.totals, self.line, stage)
+    @property
+    def own_choice(self) -> dict[int, dict[str, int]]:
+        """The counters by layer where the routers' own choice is compared with the routes."""
+        return own_choices(self.totals, self.line, ROUTERS[0])
 
     @property
     def lost(self) -> bool:
@@ -332,7 +334,7 @@ class _RunAudit:
         for cell in step.totals.cells:
             if cell[1] not in ROUTERS:
                 self._further[cell[1]] += step.totals.counters(cell)["rows_replayed"]
-        for layer, values in step.own_choice().items():
+        for layer, values in step.own_choice.items():
             self._own_choice.setdefault(layer, Counter()).update(values)
         self._add_rechecked(step)
         for label, of_versions in (line.rows_by_class or {}).items():
@@ -345,7 +347,7 @@ class _RunAudit:
         if verdict.stale_warning:
             self._steps_noted[_STALE].add(line.step)
         if self._keep_steps:
-            own_choice = step.own_choice().items()
+            own_choice = step.own_choice.items()
             layers = {n: (v["rows_equal"], _rows_compared(v)) for n, v in own_choice}
             passed = not findings and line.step not in self._failed_before
             self.audit.steps.append(
@@ -510,12 +512,8 @@ def _findings(step: _Step) -> Iterator[Finding]:
         for f in failures + step.verdict.above_threshold:
             if f.what not in _OF_A_CALL or _cell(f) not in short:
                 yield step.failed(_claim_of(f), f)
-        for stage in (ROUTERS[0], INDEXERS[0]):
-            for layer, values in step.own_choice(stage).items():
-                if beaten := beaten_by(values):
-                    what, got, expected = beaten
-                    place = (native(step.line.passes), stage, layer)
-                    yield step.finding("agreement", what, *place, got=got, expected=expected)
+        for place, (what, got, expected) in misaligned(step.totals, step.line):
+            yield step.finding("agreement", what, *place, got=got, expected=expected)
     for f in judge_recheck(step.rechecked, 0).failures:
         yield step.failed(RECHECK, f)
     if served := judge_served(step.canaries):

@@ -7,7 +7,7 @@ expected, and a shortfall fails.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from operator import attrgetter
 from typing import Annotated, Any, get_args, Literal
@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
+from r3train.proof.controls import beaten_by
 from r3train.routing.agreement import chance_levels
 from r3train.types import (
     Amount,
@@ -230,6 +231,17 @@ def expert_id_sums(num_rows: int, topk: int, num_experts: int) -> tuple[int, int
     """The least and the largest sum of expert ids 0..num_experts-1 in rows of ``topk`` distinct ones."""
     low = topk * (topk - 1) // 2
     return num_rows * low, num_rows * (topk * (num_experts - 1) - low)
+
+
+def misaligned(
+    totals: StepTotals, expectation: StepExpectation
+) -> Iterator[tuple[Cell, tuple[str, str, str]]]:
+    """Yield the places in which a misaligned choice clearly agrees better than the replayed one, see ``beaten_by``."""
+    replay_pass = native(expectation.expected_calls)
+    for stage in (ROUTERS[0], INDEXERS[0]):
+        for layer, values in own_choices(totals, expectation, stage).items():
+            if beaten := beaten_by(values, of_indexer=stage in INDEXERS):
+                yield (replay_pass, stage, layer), beaten
 
 
 class Place(msgspec.Struct, frozen=True):

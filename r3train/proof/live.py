@@ -4,24 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain
 
 import torch
 import torch.distributed as dist
 
 from r3train.host_group import host_barrier, host_group
 from r3train.proof.judge import (
-    INDEXERS,
     judge,
-    own_choices,
-    ROUTERS,
+    misaligned,
     Served,
     step_line,
     StepExpectation,
     StepTotals,
     StepVerdict,
 )
-from r3train.proof.controls import beaten_by
 from r3train.proof.custody_verdict import CustodyRecord, judge_custody
 from r3train.proof.recheck_verdict import judge_recheck, RecheckRecord
 from r3train.proof.writer import EvidenceWriter
@@ -64,9 +60,7 @@ def prove_step(
         if rechecked is not None:
             verdict = replace(verdict, sampling=judge_recheck(rechecked, missed))
         verdict = replace(verdict, custody=judge_custody(custody), served=served)
-        of_forwards = (ROUTERS[0], INDEXERS[0])
-        layers = (own_choices(totals, expectation, stage).values() for stage in of_forwards)
-        wrong = not verdict.passed or any(map(beaten_by, chain(*layers)))
+        wrong = not verdict.passed or any(misaligned(totals, expectation))
     if evidence.summed:
         flag = torch.tensor([bool(wrong)])
         dist.broadcast(flag, src=0, group=host_group())

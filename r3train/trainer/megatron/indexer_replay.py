@@ -160,8 +160,7 @@ class ReplayedCall:
         has = staged.has[column] & staged.real
         flags, own_flags = flags_at(chosen, width), flags_at(own, width)
         sizes = flags.sum(1)
-        words, own_words = words_of(flags), words_of(own_flags)
-        hashes = indexer_hashes(staged.uids, words, self.evidence_layer)
+        hashes = indexer_hashes(staged.uids, words_of(flags), self.evidence_layer)
         shared = (flags & own_flags).sum(1)
         equal = has & (shared == self.topk)
         mismatch = has & (shared * staged.most_by_chance <= self.topk * self.topk)
@@ -185,5 +184,5 @@ class ReplayedCall:
                 "control_layer_plus": staged.bits[(column + 1) % layers],
             }
             for name, moved in others.items():
-                values[name] = (has & (own_words == moved).all(1)).sum()
+                values[name] = (has & ((flags_of(moved) & own_flags).sum(1) > shared)).sum()
         return values
