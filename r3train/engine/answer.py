@@ -17,13 +17,14 @@ import numpy as np
 
 from r3train.data.sampled import no_log_prob, outside_vocabulary
 from r3train.engine.backend import Drafts, EngineError, Request, Segment
+from r3train.routing import indexer_topk
 from r3train.routing.wire import decode_routed_experts
 from r3train.types import Reading, Rechecked, RecheckPart, RouteShape
 
 T = TypeVar("T")
 
 FINISH_REASONS = ("stop", "length", "abort")
-ROUTE_PAYLOADS = (str, bytes, memoryview)  # types of base64 routes in a parsed answer
+ROUTE_PAYLOADS = (str, bytes, memoryview)  # types of base64 routes and choices in a parsed answer
 # ids of tokens that a model can have, where its vocabulary is not known
 _ANY_VOCABULARY = 1 << 31
 
@@ -70,10 +71,12 @@ def read_answer(
     *,
     routes: RouteShape | None,
     decode: Callable[..., np.ndarray] = decode_routed_experts,
+    index_topk: int | None = None,
     of_adapter: bool = False,
 ) -> Segment:
     """Validate and convert the answer to a request; ``decode`` makes rows of its routed experts.
 
+    index_topk: the tokens that an indexer chooses for a row, where the answer must say them with its routes;
     of_adapter: the request named the adapter of its version, and its tokens are of that.
 
     Raises ValueError naming the sample for an answer that contradicts itself or the request, and
@@ -119,6 +122,13 @@ def read_answer(
     elif routes is not None:
         # a request aborted in the queue was never computed: it has no token and may have no row
         rows = np.zeros((0, *routes.row), dtype=routes.dtype)
+    chosen = None
+    if routes is not None and index_topk is not None:
+        payload = meta.get("indexer_topk")
+        chosen = np.zeros((0, routes.num_layers, 0), dtype="<u8")
+        if output_len:
+            num_layers, num_tokens = routes.num_layers, input_len + output_len
+            chosen = _chosen(payload, num_layers, index_topk, num_tokens, start, name)
     return Segment(
         output_ids,
         log_probs,
@@ -131,6 +141,7 @@ def read_answer(
         drafts=Drafts() if never_computed else _drafts(meta, name),
         mask_counts=mask_counts,
         mask_ids=mask_ids,
+        indexer_topk=chosen,
     )
 
 
@@ -363,6 +374,19 @@ def _rows(
             "--enable-return-routed-experts, and is no router in front of it?"
         )
     return decode(payload, routes, num_tokens=num_tokens, start=start, sample=name)
+
+
+def _chosen(
+    payload: Any, num_layers: int, topk: int, num_tokens: int, start: int, name: str
+) -> np.ndarray:
+    """What the indexers chose for one answer's rows from max(start, topk) on: uint64[R, L, W]."""
+    if not isinstance(payload, ROUTE_PAYLOADS):
+        raise ValueError(
+            f"sample {name}: the answer carries no indexer_topk; is the server started with "
+            "--enable-return-indexer-topk, and is no router in front of it?"
+        )
+    of_sample = {"num_tokens": num_tokens, "num_layers": num_layers, "start": start, "sample": name}
+    return indexer_topk.decode(payload, topk=topk, **of_sample)
 
 
 def _finish_reason(reason: Any, name: str) -> str:

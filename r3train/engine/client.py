@@ -48,8 +48,9 @@ _VERSION_POLL_S = 0.05
 _ABORT_S = 3.0
 # between requests to a server that is busy, unless its Retry-After says more
 _BUSY_S, _LONGEST_BUSY_S = 1.0, 30.0
-# bytes of a base64 id of an expert, which is an int32; of an id within the sampling mask, with its comma
-_EXPERT_BYTES, _KEPT_BYTES = 5.4, 12
+# bytes of a base64 id of an expert or of a token that was chosen, which is an int32; of an id within the
+# sampling mask, with its comma
+_ID_BYTES, _KEPT_BYTES = 5.4, 12
 
 
 class Transport(Protocol):
@@ -110,7 +111,8 @@ class SGLangClient:
     A group's samples go to one server, where its prompt is cached; a new group goes to the least loaded
     one.  Use it from a single event loop.  ``routes`` is the shape of an answer's rows; with None the
     client does not ask for routed experts.  ``sent_routes`` is their shape as servers send them, where
-    the transport makes something else of them.  ``versions`` knows what each server holds: a request
+    the transport makes something else of them.  With ``index_topk``, the tokens that an indexer chooses for a
+    row, answers with routes bring its choices too.  ``versions`` knows what each server holds: a request
     never goes to one without the weights that it asks for.  ``cache_per_version`` hides prefixes cached
     under one version from requests of another, where a flush is impossible because requests are
     running.  ``transport`` carries requests whose answers hold routes.  A request whose answer was bad
@@ -129,6 +131,7 @@ class SGLangClient:
         *,
         routes: RouteShape | None = None,
         sent_routes: RouteShape | None = None,
+        index_topk: int | None = None,
         api_key: str | None = None,
         request_timeout_s: float = 300.0,
         max_concurrency: int = 64,
@@ -154,6 +157,7 @@ class SGLangClient:
         self._adapters = adapters
         self.routes = routes
         self._sent_routes = sent_routes or routes
+        self._index_topk = index_topk
         self._slots = asyncio.Semaphore(max_concurrency)
         self._load = [0] * len(self.http.urls)
         self._server_of_group: OrderedDict[int, int] = OrderedDict()
@@ -237,6 +241,7 @@ class SGLangClient:
                     sent,
                     routes=self.routes if request.wants_routes else None,
                     decode=self._transport.decode,
+                    index_topk=self._index_topk,
                     of_adapter=self._adapters is not None,
                 )
                 return replace(segment, server=asked[-1])
@@ -297,6 +302,8 @@ class SGLangClient:
             "return_routed_experts": self.routes is not None and request.wants_routes,
             **self._names_adapter(request),
         }
+        if body["return_routed_experts"] and self._index_topk is not None:
+            body["return_indexer_topk"] = True
         if sampling.mask_vocab is not None:
             body["return_sampling_mask"] = True
         if request.rows_start and self.routes is not None:
@@ -335,7 +342,11 @@ class SGLangClient:
         self._running[rid] = server
         if self._aborting:
             self._aborted.add(rid)
-        most = _bound_of(request, self._sent_routes if body["return_routed_experts"] else None)
+        most = _bound_of(
+            request,
+            self._sent_routes if body["return_routed_experts"] else None,
+            self._index_topk if "return_indexer_topk" in body else None,
+        )
         try:
             answer = await transport.generate(
                 self.http, server, {**body, "rid": rid}, request, most
@@ -467,12 +478,18 @@ class SGLangClient:
         await self.http.aclose()
 
 
-def _bound_of(request: Request, routes: RouteShape | None) -> int:
-    """Bytes that an honest answer never has; routes: as servers send them, None where none are asked."""
+def _bound_of(request: Request, routes: RouteShape | None, index_topk: int | None = None) -> int:
+    """Bytes that an honest answer never has.
+
+    routes: as servers send them, None where none are asked; index_topk: the tokens that an indexer chooses
+    for a row, where its choices are asked.
+    """
     tokens = len(request.token_ids) + request.max_new_tokens
     most = bound_of_texts(tokens)
     if routes is not None:
-        most += int((tokens - request.rows_start) * routes.num_layers * routes.topk * _EXPERT_BYTES)
+        most += int((tokens - request.rows_start) * routes.num_layers * routes.topk * _ID_BYTES)
+        # a server that is not ours sends all rows
+        most += int(tokens * routes.num_layers * (index_topk or 0) * _ID_BYTES)
     if request.sampling.mask_vocab is not None:
         kept = request.sampling.top_k if request.sampling.top_k > 0 else request.sampling.mask_vocab
         most += request.max_new_tokens * kept * _KEPT_BYTES

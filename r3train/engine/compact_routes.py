@@ -3,8 +3,12 @@
 The scheduler hands an answer's routes to the one event loop of the server, which encodes them, writes them
 into JSON and sends them.  All of that is a quarter of the bytes where an id is a byte.
 
-Source: SGLang 0.5.23, ``SchedulerBatchResultProcessor._maybe_collect_routed_experts``, and
-``TokenizerManager._handle_batch_output``, which encodes tensors and takes a text as it is.
+The tokens that an indexer chose are sent as bits, of the rows that were asked for and are not implied: see
+``routing.indexer_topk``.  SGLang sends ids of all rows, and collects them for requests that do not ask, too.
+
+Source: SGLang 0.5.23, ``SchedulerBatchResultProcessor._maybe_collect_routed_experts`` and
+``_maybe_collect_indexer_topk``, and ``TokenizerManager._handle_batch_output``, which encodes tensors and takes a
+text as it is.
 """
 
 from __future__ import annotations
@@ -16,12 +20,16 @@ from sglang.srt.managers.scheduler import run_scheduler_process as _run_schedule
 from sglang.srt.managers.scheduler_components.batch_result_processor import (
     SchedulerBatchResultProcessor as _Processor,
 )
+from sglang.srt.state_capturer.indexer_topk import get_global_indexer_capturer
 
 from r3train.patches import patch
+from r3train.routing import indexer_topk
 from r3train.routing.wire import shortened
 
 _WHY = "SGLang sends routes as int32: four bytes of an id that one holds"
+_BLOCK_BYTES = 1 << 24  # of ids that are copied at a time
 _collect = _Processor._maybe_collect_routed_experts
+_collect_all_chosen = _Processor._maybe_collect_indexer_topk
 
 
 def _collect_short(self: Any, req: Any) -> None:
@@ -32,15 +40,42 @@ def _collect_short(self: Any, req: Any) -> None:
             req.routed_experts = short
 
 
-def shorten() -> None:
-    """Let the scheduler of this process send short routes."""
-    patch(
-        _Processor, "_maybe_collect_routed_experts", _collect_short, expects="(self, req)", why=_WHY
+def _collect_chosen(self: Any, req: Any) -> None:
+    capturer = get_global_indexer_capturer()
+    if capturer is None or not req.return_indexer_topk:
+        return
+    num_tokens = len(req.origin_input_ids) + len(req.output_ids_through_stop)
+    start = max(req.routed_experts_start_len or 0, capturer.topk_size)
+    step = max(1, _BLOCK_BYTES // (4 * capturer.num_layers * capturer.topk_size))
+    blocks = (
+        capturer.get_topk(
+            req_pool_idx=req.kv.req_pool_idx,
+            seqlen=min(first + step + 1, num_tokens),
+            req_to_token_pool=self.req_to_token_pool,
+            start_len=first,
+        ).numpy()
+        for first in range(start, num_tokens - 1, step)
     )
+    req.indexer_topk = indexer_topk.shortened(blocks, start, num_tokens)
+    if req.indexer_topk is None:
+        _collect_all_chosen(self, req)
+
+
+def shorten() -> None:
+    """Let the scheduler of this process send short routes, and an indexer's choices as bits."""
+    for name, collect, why in (
+        ("_maybe_collect_routed_experts", _collect_short, _WHY),
+        (
+            "_maybe_collect_indexer_topk",
+            _collect_chosen,
+            "SGLang sends an indexer's choices of all rows as int32",
+        ),
+    ):
+        patch(_Processor, name, collect, expects="(self, req)", why=why)
 
 
 def run_scheduler(*arguments: Any, **named: Any) -> Any:
-    """Run a scheduler that sends short routes: what SGLang starts, and a spawned process finds by this name."""
+    """Run a scheduler that sends short answers: what SGLang starts, and a spawned process finds by this name."""
     shorten()
     return _run_scheduler(*arguments, **named)
 

@@ -298,6 +298,7 @@ class EngineControl:
         self,
         *,
         replay: bool = False,
+        indexer: bool = False,
         kept_top_k: int | None = None,
         exact_boundaries: bool = False,
     ) -> None:
@@ -311,7 +312,9 @@ class EngineControl:
             settings = settings_of_a_server(info)
             found += [
                 f"engine {url} runs with {field} = {value!r}, which {reason}"
-                for field, value, reason in refused(settings, replay=replay, kept_top_k=kept_top_k)
+                for field, value, reason in refused(
+                    settings, replay=replay, indexer=indexer, kept_top_k=kept_top_k
+                )
             ]
             if exact_boundaries and not settings.get("disable_overlap_schedule"):
                 found.append(

@@ -154,13 +154,15 @@ def check_server_flags(
     given: Mapping[str, Any],
     *,
     replay: bool = False,
+    indexer: bool = False,
     kept_top_k: int | None = None,
     adapters: bool = False,
 ) -> None:
     """Check the flags of servers of our own; raises ConfigError with a line for each that is wrong.
 
     Wrong are a key among the flags, a flag that SGLang does not have, a setting that the run decides,
-    with ``replay`` (routing replay is on) one whose routes would be wrong, with ``kept_top_k`` (the
+    with ``replay`` (routing replay is on) one whose routes would be wrong, with ``indexer`` (what an
+    indexer chose is replayed too) one with which SGLang does not say it, with ``kept_top_k`` (the
     tokens that this top-k keeps are replayed) one with which SGLang does not say them, and with
     ``adapters`` (--lora-serving adapter) one that does not go with them.
     """
@@ -183,7 +185,7 @@ def check_server_flags(
     problems += [
         f"sglang.{field} = {value!r} {reason}"
         for field, value, reason in refused(
-            fields, replay=replay, kept_top_k=kept_top_k, adapters=adapters
+            fields, replay=replay, indexer=indexer, kept_top_k=kept_top_k, adapters=adapters
         )
     ]
     raise_all(problems)

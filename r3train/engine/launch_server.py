@@ -3,7 +3,7 @@
 - A key comes from the environment.  SGLang takes it as a flag, which everybody on the node could read
   in ``ps``, and writes it to its log with all its arguments: here the flag is added inside the
   process, and hidden in the log.
-- Schedulers send routes in the smallest type that holds them.
+- Schedulers send routes in the smallest type that holds them, and an indexer's choices as bits.
 - Without CUDA the workers are forks of this process, and not new ones that import everything again,
   --enable-memory-saver releases memory of the CPU, and memory for a bucket of weights is kept for the next one.
 
@@ -81,10 +81,11 @@ def do_without_cuda() -> None:
     stand_in("megatron", None, "SGLang's dumper of tensors imports it, for most of a second")
     fork_workers()
     from r3train.cpu import received_bucket  # imports SGLang
-    from r3train.cpu.sparse_model import leave_sparse_attention_to_the_model
+    from r3train.cpu import sparse_model
 
     received_bucket.keep()
-    leave_sparse_attention_to_the_model()
+    sparse_model.leave_sparse_attention_to_the_model()
+    sparse_model.record_choices()
 
 
 def main() -> None:

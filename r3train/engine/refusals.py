@@ -188,6 +188,38 @@ REPLAY_REFUSALS: Refusals = {
 }
 
 
+def _splits_attention(value: Any, settings: Settings) -> bool:
+    """Return True where ranks share the heads of a row's attention.
+
+    Source: SGLang 0.5.23, ``IndexerTopkCapturer.__init__``.  ``dp_size`` is the old name's width of
+    data-parallel attention.
+    """
+    width = _number(settings.get("attn_dp_size"))
+    if width <= 1 and _is_on(settings.get("enable_dp_attention"), settings):
+        width = _number(settings.get("dp_size"))
+    return _number(value) > max(width, 1)
+
+
+# of runs that replay what an indexer chose, next to those of all replay
+INDEXER_REFUSALS: Refusals = {
+    "enable_return_indexer_topk": (
+        _is_off,
+        "it needs the tokens that the model's indexers chose (a server of the run's own is told so, another"
+        " needs --enable-return-indexer-topk)",
+    ),
+    "tp_size": (
+        _splits_attention,
+        "SGLang records what an indexer chose only where no ranks share a row's attention: give attn_dp_size"
+        " of the same number",
+    ),
+    "speculative_algorithm": (
+        _is_on,
+        "a draft model's indexers are recorded in the place of the model's, and drafts without a model were"
+        " not tried",
+    ),
+}
+
+
 _ONE_DEVICE = (_is_above_one, "more than 1 was not tried")
 
 ADAPTER_REFUSALS: Refusals = {
@@ -221,22 +253,26 @@ def refused(
     settings: Settings,
     *,
     replay: bool = False,
+    indexer: bool = False,
     kept_top_k: int | None = None,
     adapters: bool = False,
 ) -> Iterator[tuple[str, Any, str]]:
     """Yield (field, value, the flag that it cannot go with and why) for each setting that spoils a run.
 
     settings: fields of ``ServerArgs``; one that is missing has SGLang's default.  replay: routes must be
-    right; kept_top_k: the server must say which tokens this top-k kept; adapters: it serves them.
+    right; indexer: it must say which tokens the model's indexers chose; kept_top_k: the server must say
+    which tokens this top-k kept; adapters: it serves them.
     """
-    tables: dict[str, Refusals] = {}
+    tables: list[tuple[str, Refusals]] = []
     if replay:
-        tables["--use-rollout-routing-replay"] = REPLAY_REFUSALS
+        tables.append(("--use-rollout-routing-replay", REPLAY_REFUSALS))
+    if indexer:
+        tables.append(("--use-rollout-routing-replay", INDEXER_REFUSALS))
     if kept_top_k is not None:
-        tables[f"--rollout-top-k {kept_top_k}"] = _sampling_mask_refusals(kept_top_k)
+        tables.append((f"--rollout-top-k {kept_top_k}", _sampling_mask_refusals(kept_top_k)))
     if adapters:
-        tables["--lora-serving adapter"] = ADAPTER_REFUSALS
-    for flag, table in tables.items():
+        tables.append(("--lora-serving adapter", ADAPTER_REFUSALS))
+    for flag, table in tables:
         for field, (is_refused, reason) in table.items():
             if field in settings and is_refused(settings[field], settings):
                 yield field, settings[field], f"cannot go with {flag}: {reason}"
@@ -252,5 +288,6 @@ def settings_of_a_server(info: Any) -> Settings:
         for state in (states if isinstance(states, list) else ())
         if isinstance(state, Mapping)
     ]
-    settings = {"enable_return_routed_experts": None, **info}
+    needed = dict.fromkeys(("enable_return_routed_experts", "enable_return_indexer_topk"))
+    settings = {**needed, **info}
     return settings | ({"max_running_requests": max(running)} if running else {})

@@ -124,7 +124,8 @@ class SGLangServer:
     here.  With ``exact_boundaries`` the token at a weight update in mid-generation has the right
     version, at the cost of SGLang's overlap of scheduling and computing.  ``device`` is ``"cpu"`` or ``"cuda"``; None asks torch.  With an ``api_key`` every
     request but ``/health`` must carry it.  ``env_names`` are variables of the environment that it gets
-    besides the usual ones.  ``adapter_flags`` let it serve adapters (``engine.adapters``).  Raises
+    besides the usual ones.  ``adapter_flags`` let it serve adapters (``engine.adapters``).  With
+    ``return_indexer_topk`` it can say which tokens the indexers of sparse attention chose.  Raises
     ValueError for a host other than loopback without a key.  Not thread-safe, except ``check_alive``.
     """
 
@@ -136,6 +137,7 @@ class SGLangServer:
         dtype: str = "float32",
         server_args: Mapping[str, object] | None = None,
         return_routed_experts: bool = False,
+        return_indexer_topk: bool = False,
         exact_boundaries: bool = True,
         seed: int = 42,
         start_timeout_s: float = 300.0,
@@ -148,12 +150,18 @@ class SGLangServer:
         adapter_flags: Mapping[str, object] | None = None,
     ) -> None:
         given = {k.lstrip("-").replace("-", "_"): v for k, v in (server_args or {}).items()}
-        check_server_flags(given, replay=return_routed_experts, adapters=adapter_flags is not None)
+        check_server_flags(
+            given,
+            replay=return_routed_experts,
+            indexer=return_indexer_topk,
+            adapters=adapter_flags is not None,
+        )
         self.model_path = str(model_path)
         self.log_path = Path(log_path)
         self.dtype = dtype
         self.server_args = given
         self.return_routed_experts = return_routed_experts
+        self.return_indexer_topk = return_indexer_topk
         self.exact_boundaries = exact_boundaries
         self.seed = seed
         self.start_timeout_s = start_timeout_s
@@ -196,6 +204,7 @@ class SGLangServer:
             # With overlap the version label of the token at a weight update is off by one.
             "disable_overlap_schedule": self.exact_boundaries,
             "enable_return_routed_experts": self.return_routed_experts,
+            "enable_return_indexer_topk": self.return_indexer_topk,
             "log_level_http": "warning",
         }
         if device == "cpu":
@@ -255,6 +264,9 @@ class SGLangServer:
             # SGLang puts the router's float32 of some families into TF32, whose mantissa has ten bits,
             # whatever its flag says; the actor multiplies in float32
             env.setdefault("NVIDIA_TF32_OVERRIDE", "0")
+            if self.return_indexer_topk:
+                # fused with what follows, an indexer's kernel gives places in page tables, not tokens
+                env["SGLANG_DSA_FUSE_TOPK"] = "0"
         return env
 
     def start(self) -> SGLangServer:

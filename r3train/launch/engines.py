@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from r3train.config.cross_checks import context_len, replayed_index_topk
 from r3train.config.rollout_settings import RolloutSection
 from r3train.cuda_environment import visible_gpus
 from r3train.families import has_fused_experts, sent_together
@@ -21,6 +22,7 @@ from r3train.data.json_lines import append_lines
 from r3train.data.templates import ChatTemplate
 from r3train.environments.named_environments import get_environment, get_tools
 from r3train.observe.console import Phase, RunDisplay
+from r3train.routing.indexer_topk import num_words
 from r3train.launch.agents import make_agents, make_door
 from r3train.launch.local_servers import start_servers
 from r3train.launch.job import Job
@@ -64,6 +66,7 @@ _SEGMENT_LEN_ON_GPUS = 2048
 # a core with other work, of which this is less than half
 _ROUTES_BYTES_S = 100e6
 _WIRE_BYTES_OF_AN_ID = 4 * 4 / 3
+_WIRE_BYTES_OF_A_WORD = 8 * 4 / 3  # of the bits of what an indexer chose
 # drawn at the start, where texts are short
 _MOST_CANARY_ANSWERS = 64
 
@@ -87,6 +90,7 @@ class Engines(RolloutFleet):
         config = job.config
         replays = config.replay.use_rollout_routing_replay
         self._route_shape = job.hf.route_shape if replays else None
+        self._index_topk = replayed_index_topk(config, job.hf)
         self._servers = list(servers)
         self._producer: Producer | None = None
         self._control: EngineControl | None = None
@@ -200,6 +204,7 @@ class Engines(RolloutFleet):
         )
         self._control.require_settings(
             replay=self._route_shape is not None,
+            indexer=self._index_topk is not None,
             kept_top_k=rollout.kept_top_k,
             exact_boundaries=rollout.exact_boundaries,
         )
@@ -381,15 +386,18 @@ class Engines(RolloutFleet):
         """Seconds without a sign of life after which a server counts as hung.
 
         To those of the configuration come those in which a server is busy with the routes of all its
-        requests, if they end together at their full length.
+        requests, and the choices of indexers, if they end together at their full length.
         """
         given = self.job.config.faults.engine_health_timeout_s
         if self._route_shape is None:
             return given
         rollout = self.job.config.rollout
         tokens = rollout.pool_needed(self.job.longest_prompt) / rollout.num_servers
-        ids = tokens * self._route_shape.num_layers * self._route_shape.topk
-        return given + ids * _WIRE_BYTES_OF_AN_ID / _ROUTES_BYTES_S
+        of_a_row = self._route_shape.topk * _WIRE_BYTES_OF_AN_ID
+        if self._index_topk is not None:
+            words = num_words(context_len(self.job.config, self.job.hf))
+            of_a_row += words * _WIRE_BYTES_OF_A_WORD
+        return given + tokens * self._route_shape.num_layers * of_a_row / _ROUTES_BYTES_S
 
     def _kept_buffer(self) -> ProducerState | None:
         """The buffer of a resumed run, as rank 0's records hold samples."""
@@ -413,6 +421,7 @@ class Engines(RolloutFleet):
             self._addrs,
             routes=self._routes.row_shape,
             sent_routes=self._route_shape,
+            index_topk=self._index_topk,
             api_key=self._api_key,
             request_timeout_s=rollout.rollout_request_timeout_s,
             max_concurrency=rollout.max_concurrency,

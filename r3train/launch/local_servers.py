@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from r3train.config import RunConfig
+from r3train.config.cross_checks import replayed_index_topk
+from r3train.config.hf_facts import HfModelFacts
 from r3train.engine.addresses import LOOPBACK
 from r3train.engine.key import engine_api_key
 from r3train.engine.server import SGLangServer
@@ -35,6 +37,7 @@ def start_servers(job: Job, run_dir: Path, num_ranks: int | None = None) -> list
         args = _server_args(job, i, gpus)
         server = build_server(
             config,
+            job.hf,
             run_dir / "logs" / ("sglang.log" if count == 1 else f"sglang_{i}.log"),
             args,
             i,
@@ -48,7 +51,7 @@ def start_servers(job: Job, run_dir: Path, num_ranks: int | None = None) -> list
 
 
 def build_server(
-    config: RunConfig, log: Path, flags: dict[str, object], index: int, **own: Any
+    config: RunConfig, hf: HfModelFacts, log: Path, flags: dict[str, object], index: int, **own: Any
 ) -> SGLangServer:
     """Make a server of the run's model.  flags: SGLang's.  index: its number among all of the run."""
     return SGLangServer(
@@ -57,6 +60,7 @@ def build_server(
         dtype=config.model.dtype_name,
         server_args=flags,
         return_routed_experts=config.replay.use_rollout_routing_replay,
+        return_indexer_topk=replayed_index_topk(config, hf) is not None,
         exact_boundaries=config.rollout.exact_boundaries,
         seed=config.rollout.rollout_seed
         + index,  # with equal seeds, servers would give equal answers

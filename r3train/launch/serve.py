@@ -89,9 +89,10 @@ def serve(
             num_visible=num_visible,
         )
         check_export(config.model.hf_checkpoint, weights=not config.run.dry_run)
-        read_hf_facts(config.model.hf_checkpoint)
+        hf = read_hf_facts(config.model.hf_checkpoint)
         server = build_server(
             config,
+            hf,
             log or Path("/dev/stdout"),
             server_args,
             index,

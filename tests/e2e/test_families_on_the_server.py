@@ -23,13 +23,14 @@ from r3train.families import (
     sent_together,
     tensor_names,
 )
-from r3train.engine.backend import SamplingParams
+from r3train.engine.backend import Request, SamplingParams, Segment
 from r3train.engine.client import SGLangClient
 from r3train.engine.control import EngineControl
 from r3train.engine.publish import DistributedPublisher
 from r3train.engine.publish_disk import DiskPublisher
 from r3train.engine.server import SGLangServer
 from r3train.hf_checkpoint import copy_all_but_weights, write_shards
+from r3train.routing import indexer_topk
 from r3train.verify.tiny import build
 from r3train.families.tiny_options import TinyOptions
 from r3train.types import Prompt, RolloutSample
@@ -157,11 +158,10 @@ def test_a_server_gives_the_log_probs_and_routes_of_transformers_also_after_upda
         broadcast.close()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
-def test_a_server_attends_to_the_tokens_that_an_indexer_chooses(family, tmp_path):
-    build(tmp_path / "tiny", TinyOptions(family=family, vocab_size=512))
-    model = tmp_path / "tiny" / "model"
+def sparse(family: str, directory: Path) -> Path:
+    """A checkpoint whose indexers choose 8 tokens."""
+    build(directory / "tiny", TinyOptions(family=family, vocab_size=512))
+    model = directory / "tiny" / "model"
     weights, file = model / "model.safetensors", model / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"index_topk": 8}))
     # SGLang has them in bfloat16, as they are published
@@ -170,12 +170,80 @@ def test_a_server_attends_to_the_tokens_that_an_indexer_chooses(family, tmp_path
         for name, tensor in load_file(weights).items()
     }
     save_file(tensors, weights, {"format": "pt"})
+    return model
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
+def test_a_server_attends_to_the_tokens_that_an_indexer_chooses(family, tmp_path):
+    model = sparse(family, tmp_path)
     server = SGLangServer(
         model, tmp_path / "sglang.log", return_routed_experts=True, start_timeout_s=200
     )
     with server, EngineControl([server.addr], check_alive=server.check_alive) as engine:
         server.wait_ready()
         agree(server, engine, model, 0)
+
+
+def choices_of(reference: HfReference, tokens: np.ndarray) -> np.ndarray:
+    """What the indexers of transformers choose for rows 8 to T - 2 of a text: uint64[R, L, W]."""
+    chosen = []
+    indexers = [m for m in reference.model.modules() if type(m).__name__.endswith("Indexer")]
+    hooks = [m.register_forward_hook(lambda *call: chosen.append(call[-1][0])) for m in indexers]
+    reference.log_probs(tokens)
+    for hook in hooks:
+        hook.remove()
+    rows = torch.stack(chosen, 1).numpy()[8:-1]
+    return indexer_topk.to_bits(rows, indexer_topk.num_words(len(tokens)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "family, overlap", [("deepseek_v32", False), ("deepseek_v32", True), ("glm_moe_dsa", False)]
+)
+def test_a_server_says_which_tokens_its_indexers_chose(family, overlap, tmp_path):
+    """In prefills of several chunks, in decoding, of a text that goes on, and of one that is cached."""
+    model = sparse(family, tmp_path)
+    hf, reference = read_hf_facts(model), HfReference(model)
+    random = np.random.default_rng(0)
+    texts = [random.integers(3, hf.vocab_size, n).astype(np.int32) for n in (2, 8, 31, 150)]
+    options = dict(return_routed_experts=True, return_indexer_topk=True, start_timeout_s=200)
+    server = SGLangServer(
+        model,
+        tmp_path / "sglang.log",
+        exact_boundaries=not overlap,
+        server_args={"chunked_prefill_size": 64},
+        **options,
+    )
+
+    async def ask(client: SGLangClient, text: np.ndarray, start: int = 0) -> Segment:
+        request = Request(0, 0, "p", text, 40, SamplingParams(40, ignore_eos=True), start)
+        segment = await client.generate(request)
+        whole = np.concatenate([text, segment.token_ids])
+        wanted = choices_of(reference, whole)[max(start - 8, 0) :]
+        np.testing.assert_array_equal(segment.indexer_topk, wanted)
+        assert len(segment.rows) == len(whole) - 1 - start
+        return segment
+
+    async def run() -> None:
+        client = SGLangClient(
+            [server.addr], routes=hf.route_shape, index_topk=8, check_alive=server.check_alive
+        )
+        try:
+            firsts = await asyncio.gather(*(ask(client, text) for text in texts))
+            goes_on = [np.concatenate([t, a.token_ids]) for t, a in zip(texts, firsts)]
+            more = await asyncio.gather(*(ask(client, text, len(text) - 1) for text in goes_on))
+            again = await asyncio.gather(*(ask(client, text) for text in texts))
+            assert all(segment.cached_tokens > 20 for segment in more)
+            assert again[-1].cached_tokens > 100
+            none = Request(0, 0, "p", texts[0], 4, SamplingParams(4), wants_routes=False)
+            assert (await client.generate(none)).indexer_topk is None
+        finally:
+            await client.aclose()
+
+    with server:
+        server.wait_ready()
+        asyncio.run(run())
 
 
 # families with multi-token prediction: the key that announces it, and one of its tensors; its layer comes

@@ -31,6 +31,7 @@ from unittest.mock import MagicMock, patch
 import torch
 
 from r3train.config import RunConfig
+from r3train.config.hf_facts import read_hf_facts
 from r3train.cpu.torchvision_stub import declare_torchvision_ops
 from r3train.engine.server import SGLangServer
 from r3train.launch.gpus import served_gpus
@@ -161,7 +162,8 @@ def server_of(recipe: Recipe, directory: Path) -> SGLangServer:
         args |= served_gpus(args, num_gpus=int(gpus), local_index=0, num_visible=8)
     else:
         args = _server_args(SimpleNamespace(config=config), 0, [range(4, 8)])
-    return build_server(config, Path("sglang.log"), args, 0, port=25321, device="cuda")
+    hf = read_hf_facts(model)
+    return build_server(config, hf, Path("sglang.log"), args, 0, port=25321, device="cuda")
 
 
 def resolved(command: list[str]) -> dict[str, Any]:
