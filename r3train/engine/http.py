@@ -46,8 +46,8 @@ _BASE_UPDATES = (
     "update_weights_from_tensor",
     "update_weight_version",
 )
-_ROUTES = "routed_experts"
-_ROUTES_KEYS = tuple(f'"{_ROUTES}":{space}"'.encode() for space in ("", " "))
+# names of the long strings of an answer
+_PAYLOADS = ("routed_experts", "indexer_topk")
 
 
 def bound_of_texts(tokens: int) -> int:
@@ -305,15 +305,30 @@ def _message(answer: Any) -> str:
 
 
 def parse_answer(raw: bytes) -> Any:
-    """Parse JSON; ``meta_info.routed_experts`` becomes a memoryview into ``raw``.
+    """Parse JSON; ``meta_info``'s ``routed_experts`` and ``indexer_topk`` become memoryviews.
 
-    Nearly all of an answer is that one base64 string.  A parser would copy it through a buffer and
-    look for escapes, which base64 has none of.  So the string is cut out, and the small rest is
+    Nearly all of an answer is those base64 strings.  A parser would copy them through a buffer and
+    look for escapes, which base64 has none of.  So the strings are cut out, and the small rest is
     parsed.  The same text inside another string has escaped quotes and is not found; other JSON (the
     field twice, or elsewhere) is parsed as a whole.
     Raises ValueError for what is no JSON, which has no NaN.
     """
-    for key in _ROUTES_KEYS:
+    rest, cut = raw, {}
+    for name in _PAYLOADS:
+        if (place := _string_of(name, rest)) is not None:
+            cut[name] = memoryview(rest)[place]
+            rest = b"".join((rest[: place.start], rest[place.stop :]))
+    answer = _decoded(rest)
+    meta = answer.get("meta_info") if isinstance(answer, dict) else None
+    if cut and not (isinstance(meta, dict) and all(meta.get(name) == "" for name in cut)):
+        return _decoded(raw)
+    return answer if not cut else {**answer, "meta_info": {**meta, **cut}}
+
+
+def _string_of(name: str, raw: bytes) -> slice | None:
+    """The place of a field's string in JSON; None where no field has that name, or several."""
+    for space in ("", " "):
+        key = f'"{name}":{space}"'.encode()
         at = raw.find(key)
         if at < 0:
             continue
@@ -321,14 +336,9 @@ def parse_answer(raw: bytes) -> Any:
         end = raw.find(b'"', start)
         # a string with a backslash is no base64: parsed as JSON, and refused by the decoder
         if end < 0 or raw.find(key, end) >= 0 or raw.find(b"\\", start, end) >= 0:
-            break
-        answer = _decoded(b"".join((raw[:start], raw[end:])))
-        meta = answer.get("meta_info") if isinstance(answer, dict) else None
-        if not isinstance(meta, dict) or meta.get(_ROUTES) != "":
-            break
-        meta[_ROUTES] = memoryview(raw)[start:end]
-        return answer
-    return _decoded(raw)
+            return None
+        return slice(start, end)
+    return None
 
 
 def _decoded(raw: bytes) -> Any:

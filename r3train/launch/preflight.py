@@ -22,6 +22,7 @@ from r3train.config.cross_checks import (
     prompt_limit,
     rate_warnings,
     replay_warnings,
+    replayed_index_topk,
 )
 from r3train.config.data_settings import METADATA_KEY
 from r3train.config.hf_facts import HfModelFacts, read_hf_facts
@@ -42,6 +43,7 @@ from r3train.engine.backend import EngineError
 from r3train.engine.control import EngineControl
 from r3train.engine.flags import check_server_flags, server_fields
 from r3train.engine.key import engine_api_key
+from r3train.engine.refusals import refused
 from r3train.environments.named_environments import begin_environment, get_environment, get_tools
 from r3train.hf_checkpoint import check_export, check_export_directory
 from r3train.launch.read_data import (
@@ -121,10 +123,10 @@ def preflight(
     checks = _Checks(config, world_size, for_all_ranks, for_node, starts)
     for check in (
         checks.settings,
-        checks.servers,
         checks.directories,
         checks.machine,
         checks.checkpoints,
+        checks.servers,
         checks.model,
         checks.tokenizer_and_environment,
         checks.prompts_fit,
@@ -209,7 +211,7 @@ class _Checks:
         if self.for_all_ranks and self.config.has_engines:
             for address in self.config.rollout.rollout_external_engine_addrs:
                 subject = f"server {address}"
-                self.attempt(subject, check_external_server, self.config, address, api_key)
+                self.attempt(subject, check_external_server, self.config, self.hf, address, api_key)
 
     def directories(self) -> None:
         """Check that what will be written can be, and that no other run is in the way."""
@@ -263,6 +265,7 @@ class _Checks:
         self.attempt(SETTINGS, check_freezing, config, hf)
         if config.has_engines and not config.rollout.rollout_external_engine_addrs:
             self.attempt(SETTINGS, check_server_split, config, hf)
+            self.attempt(SETTINGS, check_says_choices, config, hf)
         if visible_gpus() and has_sinks(hf.model_type):
             with suppress(PackageNotFoundError):  # which check_layers_here has said
                 engine = version("transformer_engine")
@@ -510,8 +513,10 @@ def _model_warnings(
         yield JobWarning("checkpoint", text, "set it, or --rollout-stop-token-ids")
 
 
-def check_external_server(config: RunConfig, address: str, api_key: str | None) -> None:
-    """Raise ValueError for a server that does not answer, or that the run refuses."""
+def check_external_server(
+    config: RunConfig, hf: HfModelFacts | None, address: str, api_key: str | None
+) -> None:
+    """Raise ValueError for a server that does not answer, or that the run refuses; hf: None if not known."""
     in_memory = config.trainer.update_weight_transfer_mode == "shared_memory"
     if in_memory and interface_of(host_of(address)) is None:
         raise ValueError(
@@ -523,6 +528,7 @@ def check_external_server(config: RunConfig, address: str, api_key: str | None) 
             control.model_info()
             control.require_settings(
                 replay=config.replay.use_rollout_routing_replay,
+                indexer=hf is not None and replayed_index_topk(config, hf) is not None,
                 kept_top_k=config.rollout.kept_top_k,
                 exact_boundaries=config.rollout.exact_boundaries,
             )
@@ -540,6 +546,17 @@ def check_server_split(config: RunConfig, hf: HfModelFacts) -> None:
             f"--sglang-tp-size {size}: the {hf.num_attention_heads} attention heads of {hf.path} do not"
             " divide by it"
         )
+
+
+def check_says_choices(config: RunConfig, hf: HfModelFacts) -> None:
+    """Raise ConfigError for servers of our own that could not say what the model's indexers chose."""
+    if replayed_index_topk(config, hf) is None:
+        return
+    fields: dict[str, Any] = {}
+    with suppress(ConfigError):  # of a flag that the settings' checks have refused
+        fields = server_fields(config.rollout.sglang)
+    found = refused(fields, indexer=True)
+    raise_all(f"sglang.{field} = {value!r} {reason}" for field, value, reason in found)
 
 
 def check_export_directories(config: RunConfig) -> None:

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
+from contextlib import ExitStack
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -185,16 +190,39 @@ def test_a_server_attends_to_the_tokens_that_an_indexer_chooses(family, tmp_path
         agree(server, engine, model, 0)
 
 
-def choices_of(reference: HfReference, tokens: np.ndarray) -> np.ndarray:
-    """What the indexers of transformers choose for rows 8 to T - 2 of a text: uint64[R, L, W]."""
-    chosen = []
+def log_probs_with(reference: HfReference, tokens: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+    """Log-probs by transformers whose indexers choose as told for rows 8 to T - 2; chosen: uint64[R, L, W].
+
+    What they are told must be what they would choose, but for scores within 1e-4 of one another.
+    """
+    topk, layers = torch.Tensor.topk, []
     indexers = [m for m in reference.model.modules() if type(m).__name__.endswith("Indexer")]
-    hooks = [m.register_forward_hook(lambda *call: chosen.append(call[-1][0])) for m in indexers]
-    reference.log_probs(tokens)
-    for hook in hooks:
-        hook.remove()
-    rows = torch.stack(chosen, 1).numpy()[8:-1]
-    return indexer_topk.to_bits(rows, indexer_topk.num_words(len(tokens)))
+    bits = np.unpackbits(np.ascontiguousarray(chosen).view("u1"), axis=2, bitorder="little")
+    told = torch.from_numpy(bits[..., : len(tokens)]).bool()
+
+    def choose(scores: torch.Tensor, k: int, dim: int) -> SimpleNamespace:
+        own, of_layer = topk(scores, k, dim=dim).indices, told[:, len(layers)]
+        rows = scores[0, 8:-1]
+        worst = rows.masked_fill(~of_layer, float("inf")).min(1).values
+        best_left = rows.masked_fill(of_layer, float("-inf")).max(1).values
+        assert (worst >= best_left - 1e-4).all(), (len(layers), worst - best_left)
+        own[0, 8:-1] = of_layer.nonzero()[:, 1].view(-1, k)
+        layers.append(len(rows))
+        return SimpleNamespace(indices=own)
+
+    def forced(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with mock.patch.object(torch.Tensor, "topk", choose):
+                return forward(*args, **kwargs)
+
+        return run
+
+    with ExitStack() as stack, torch.no_grad():
+        for m in indexers:
+            stack.enter_context(mock.patch.object(m, "forward", forced(m.forward)))
+        log_probs = reference.log_probs(tokens).numpy()
+    assert layers == [len(tokens) - 9] * chosen.shape[1]
+    return log_probs
 
 
 @pytest.mark.slow
@@ -207,22 +235,30 @@ def test_a_server_says_which_tokens_its_indexers_chose(family, overlap, tmp_path
     hf, reference = read_hf_facts(model), HfReference(model)
     random = np.random.default_rng(0)
     texts = [random.integers(3, hf.vocab_size, n).astype(np.int32) for n in (2, 8, 31, 150)]
-    options = dict(return_routed_experts=True, return_indexer_topk=True, start_timeout_s=200)
     server = SGLangServer(
         model,
         tmp_path / "sglang.log",
+        return_routed_experts=True,
+        return_indexer_topk=True,
         exact_boundaries=not overlap,
         server_args={"chunked_prefill_size": 64},
-        **options,
+        start_timeout_s=200,
     )
 
-    async def ask(client: SGLangClient, text: np.ndarray, start: int = 0) -> Segment:
+    async def ask(client: SGLangClient, text: np.ndarray, before: Segment | None = None) -> Segment:
+        """An answer, whose choices follow on those of the text that it goes on with."""
+        start = 0 if before is None else len(text) - 1
         request = Request(0, 0, "p", text, 40, SamplingParams(40, ignore_eos=True), start)
         segment = await client.generate(request)
         whole = np.concatenate([text, segment.token_ids])
-        wanted = choices_of(reference, whole)[max(start - 8, 0) :]
-        np.testing.assert_array_equal(segment.indexer_topk, wanted)
+        chosen = segment.indexer_topk
         assert len(segment.rows) == len(whole) - 1 - start
+        assert len(chosen) == len(whole) - 1 - max(start, 8)
+        if before is not None:
+            early = indexer_topk.widened(before.indexer_topk, chosen.shape[2])
+            chosen = np.concatenate([early, chosen])
+        log_probs = log_probs_with(reference, whole, chosen)
+        np.testing.assert_allclose(segment.log_probs, log_probs[len(text) - 1 :], atol=1e-5)
         return segment
 
     async def run() -> None:
@@ -231,13 +267,19 @@ def test_a_server_says_which_tokens_its_indexers_chose(family, overlap, tmp_path
         )
         try:
             firsts = await asyncio.gather(*(ask(client, text) for text in texts))
-            goes_on = [np.concatenate([t, a.token_ids]) for t, a in zip(texts, firsts)]
-            more = await asyncio.gather(*(ask(client, text, len(text) - 1) for text in goes_on))
-            again = await asyncio.gather(*(ask(client, text) for text in texts))
+            goes_on = [(np.concatenate([t, a.token_ids]), a) for t, a in zip(texts, firsts)]
+            more = await asyncio.gather(*(ask(client, *given) for given in goes_on))
             assert all(segment.cached_tokens > 20 for segment in more)
-            assert again[-1].cached_tokens > 100
-            none = Request(0, 0, "p", texts[0], 4, SamplingParams(4), wants_routes=False)
-            assert (await client.generate(none)).indexer_topk is None
+            with pytest.raises(AssertionError):  # the layers' choices differ
+                log_probs_with(reference, goes_on[-1][0], firsts[-1].indexer_topk[:, ::-1])
+            again = await asyncio.gather(*(ask(client, text) for text in texts))
+            cached = [segment.cached_tokens for segment in again]
+            assert cached[-1] > 100
+            for one, other, rows in zip(firsts, again, cached):
+                same = slice(max(0, rows - 8))
+                np.testing.assert_array_equal(one.indexer_topk[same], other.indexer_topk[same])
+            unasked = Request(0, 0, "p", texts[0], 4, SamplingParams(4), wants_routes=False)
+            assert (await client.generate(unasked)).indexer_topk is None
         finally:
             await client.aclose()
 

@@ -135,7 +135,7 @@ async def test_a_server_that_refuses_our_key_is_told_from_one_that_fails(key, he
 async def test_preflight_finds_a_server_that_refuses_our_key(key, finding):
     made = config()
     async with Fake(asks_for_a_key).running() as addr:
-        await asyncio.to_thread(check_external_server, made, addr, KEY)
+        await asyncio.to_thread(check_external_server, made, None, addr, KEY)
         with pytest.raises(ValueError, match=f"does not answer.*{finding} {ENGINE_KEY_VARIABLE}"):
             await asyncio.to_thread(check_external_server, made, addr, key)
 

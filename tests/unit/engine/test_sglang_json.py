@@ -16,28 +16,40 @@ BASE64 = st.text("AZaz09+/=", max_size=40)
 
 
 def whole(answer):
-    """The same answer with the payload as text."""
-    payload = answer["meta_info"]["routed_experts"]
-    return {**answer, "meta_info": {**answer["meta_info"], "routed_experts": str(payload, "ascii")}}
-
-
-@given(TEXT, BASE64, TEXT, st.sampled_from([(",", ":"), (", ", ": ")]))
-def test_an_answer_is_what_json_says_with_its_routes_left_in_place(text, payload, key, separators):
-    answer = {
-        "text": text,
-        "meta_info": {"id": text, "routed_experts": payload, key: 1, "tokens": [[-0.5, 3, text]]},
+    """The same answer with its payloads as text."""
+    meta = {
+        name: str(value, "ascii") if isinstance(value, memoryview) else value
+        for name, value in answer["meta_info"].items()
     }
-    raw = json.dumps(answer, separators=separators).encode()
-    got = parse_answer(raw)
-    if isinstance(got["meta_info"]["routed_experts"], memoryview):
-        got = whole(got)
-    assert got == json.loads(raw)
+    return {**answer, "meta_info": meta}
 
 
-def test_the_payload_is_not_copied():
+@given(TEXT, BASE64, BASE64, TEXT, st.booleans(), st.sampled_from([(",", ":"), (", ", ": ")]))
+def test_an_answer_is_what_json_says_with_its_routes_left_in_place(
+    text, payload, chosen, key, chosen_first, separators
+):
+    payloads = [("routed_experts", payload), ("indexer_topk", chosen)]
+    first, second = reversed(payloads) if chosen_first else payloads
+    meta = {
+        "id": text,
+        first[0]: first[1],
+        key: 1,
+        "tokens": [[-0.5, 3, text]],
+        second[0]: second[1],
+    }
+    for fields in (meta, {k: v for k, v in meta.items() if k != "indexer_topk"}):
+        raw = json.dumps({"text": text, "meta_info": fields}, separators=separators).encode()
+        assert whole(parse_answer(raw)) == json.loads(raw)
+
+
+def test_the_payloads_are_not_copied_by_the_parser():
     raw = b'{"meta_info": {"routed_experts": "AAAA", "n": 1}}'
     payload = parse_answer(raw)["meta_info"]["routed_experts"]
     assert payload.obj is raw and payload.tobytes() == b"AAAA"
+    raw = b'{"meta_info":{"indexer_topk":"b8:BB==","routed_experts":"AAAA","n":1}}'
+    meta = parse_answer(raw)["meta_info"]
+    assert meta["routed_experts"].obj is raw and meta["n"] == 1
+    assert meta["indexer_topk"].tobytes() == b"b8:BB=="
 
 
 @pytest.mark.parametrize(
@@ -48,6 +60,9 @@ def test_the_payload_is_not_copied():
         b'{"meta_info":{"routed_experts":"AA\\nA"}}',
         b'[{"meta_info":{"routed_experts":"AAAA"}},{"meta_info":{"routed_experts":"AAAB"}}]',
         b'{"meta_info":{"routed_experts":null}}',
+        b'{"indexer_topk":"AAAA","meta_info":{}}',
+        b'{"indexer_topk":"AAAA","meta_info":{"routed_experts":"AAAA"}}',
+        b'{"meta_info":{"indexer_topk":null}}',
         b'{"meta_info":{}}',
     ],
 )
