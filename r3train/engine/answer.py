@@ -142,6 +142,7 @@ def read_answer(
         mask_counts=mask_counts,
         mask_ids=mask_ids,
         indexer_topk=chosen,
+        indexer_start=max(start, index_topk or 0),
     )
 
 
