@@ -49,7 +49,9 @@ def choose(
     """
     scores = F.relu(torch.einsum("mhd,nd->mhn", query, keys))
     scores = torch.einsum("mh,mhn->mn", weights, scores).masked_fill(behind, float("-inf"))
-    best, chosen = scores.topk(min(topk, len(keys)))
+    # of equal scores the first: those of tokens that no head looks at are 0, and topk takes any of them
+    best, chosen = scores.sort(dim=1, descending=True, stable=True)
+    best, chosen = best[:, :topk], chosen[:, :topk]
     chosen = chosen.masked_fill(best == float("-inf"), -1)
     return F.pad(chosen, (0, topk - chosen.shape[1]), value=-1).int()
 
