@@ -137,15 +137,15 @@ async def test_preflight_finds_a_server_that_refuses_our_key(key, finding):
     async with Fake(asks_for_a_key).running() as addr:
         await asyncio.to_thread(check_external_server, made, None, addr, KEY)
         with pytest.raises(ValueError, match=f"does not answer.*{finding} {ENGINE_KEY_VARIABLE}"):
-            await asyncio.to_thread(check_external_server, made, addr, key)
+            await asyncio.to_thread(check_external_server, made, None, addr, key)
 
 
 def test_a_server_of_another_node_is_refused_where_weights_go_through_memory():
     made = config(update_weight_transfer_mode="shared_memory")
     with pytest.raises(ValueError, match=r"203.0.113.1:3: this server is on another node"):
-        check_external_server(made, "203.0.113.1:3", None)
+        check_external_server(made, None, "203.0.113.1:3", None)
     with pytest.raises(ValueError, match="does not answer"):
-        check_external_server(made, "127.0.0.1:1", None)
+        check_external_server(made, None, "127.0.0.1:1", None)
 
 
 def test_serve_beyond_loopback_is_refused_without_a_key_before_it_starts(tiny, monkeypatch):

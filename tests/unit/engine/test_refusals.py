@@ -137,6 +137,47 @@ def test_a_server_of_adapters_has_one_device(field):
     assert fields({field: 1}, replay=False, adapters=True) == []
 
 
+@pytest.mark.parametrize(
+    "settings, ok",
+    [
+        ({"tp_size": 1}, True),
+        ({"tp_size": 2}, False),
+        ({"tp_size": "8", "attn_dp_size": 4}, False),
+        ({"tp_size": "8", "attn_dp_size": 8}, True),
+        ({"tp_size": 8, "attn_dp_size": 1, "enable_dp_attention": True, "dp_size": 8}, True),
+        ({"tp_size": 8, "enable_dp_attention": True, "dp_size": 4}, False),
+        ({"tp_size": 8, "enable_dp_attention": False, "dp_size": 8}, False),
+        # as a running server says it
+        ({"tp_size": 8, "attn_dp_size": 8, "enable_dp_attention": True, "dp_size": 1}, True),
+        ({"tp_size": None}, True),
+    ],
+)
+def test_the_choices_of_an_indexer_need_rows_whose_attention_is_one_ranks(settings, ok):
+    assert fields(settings, replay=False, indexer=True) == ([] if ok else ["tp_size"])
+    assert fields(settings, replay=False) == []
+
+
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        (
+            {"enable_return_indexer_topk": False},
+            "it needs the tokens that the model's indexers chose (a server of the run's own is told so,"
+            " another needs --enable-return-indexer-topk)",
+        ),
+        ({"speculative_algorithm": "EAGLE"}, "a draft model's indexers are recorded"),
+    ],
+)
+def test_a_server_must_say_what_its_indexers_chose(settings, words):
+    ((field, value, reason),) = refused(settings, indexer=True)
+    assert {field: value} == settings
+    assert reason.startswith(f"cannot go with --use-rollout-routing-replay: {words}")
+    with pytest.raises(ValueError, match=f"sglang.{field} = .* cannot go with"):
+        check_server_flags(settings, indexer=True)
+    check_server_flags(settings)
+    assert fields({"enable_return_indexer_topk": True}, replay=True, indexer=True) == []
+
+
 def test_a_servers_settings_are_its_own_words_and_the_requests_that_its_memory_allows():
     running = "effective_max_running_requests_per_dp"
     info = {"internal_states": [{running: 7}, {running: 9}, "odd"], "max_running_requests": None}
@@ -144,7 +185,9 @@ def test_a_servers_settings_are_its_own_words_and_the_requests_that_its_memory_a
     assert settings_of_a_server({"max_running_requests": 5})["max_running_requests"] == 5
     assert settings_of_a_server({"internal_states": None}).get("max_running_requests") is None
     for nothing in ({}, None, "text", []):
-        assert settings_of_a_server(nothing) == {"enable_return_routed_experts": None}
-        assert fields(dict(settings_of_a_server(nothing))) == ["enable_return_routed_experts"]
+        unsaid = ["enable_return_routed_experts", "enable_return_indexer_topk"]
+        assert settings_of_a_server(nothing) == dict.fromkeys(unsaid)
+        assert fields(dict(settings_of_a_server(nothing))) == unsaid[:1]
+        assert fields(dict(settings_of_a_server(nothing)), indexer=True) == unsaid
     said = settings_of_a_server({"enable_return_routed_experts": True})
     assert fields(dict(said)) == []

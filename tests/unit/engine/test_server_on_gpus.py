@@ -14,6 +14,7 @@ from r3train.engine.key import ENGINE_KEY_VARIABLE
 from r3train.engine.refusals import UNRECORDED_BACKENDS
 from r3train.engine.server import SGLangServer
 from r3train.launch.local_servers import build_server
+from tests.unit.hf_model import facts
 
 RECIPE = Path(__file__).parents[3] / "configs/qwen3_30b_a3b_one_node.toml"
 BACKEND, OVERLAP = "--moe-runner-backend", "--disable-overlap-schedule"
@@ -103,6 +104,26 @@ def test_a_servers_whole_environment(device, own, key, monkeypatch):
     assert server.environment() == expected | nccl
 
 
+def test_a_server_that_says_what_its_indexers_chose_says_tokens_and_not_places(monkeypatch):
+    monkeypatch.setenv("SGLANG_DSA_FUSE_TOPK", "1")
+    for device, fused in (("cuda", "0"), ("cpu", "1")):
+        server = SGLangServer("m", "log", device=device, return_indexer_topk=True)
+        assert "--enable-return-indexer-topk" in server.command()
+        assert server.environment()["SGLANG_DSA_FUSE_TOPK"] == fused
+        other = SGLangServer("m", "log", device=device)
+        assert "--enable-return-indexer-topk" not in other.command()
+        assert other.environment()["SGLANG_DSA_FUSE_TOPK"] == "1"
+
+
+def test_servers_of_a_run_say_what_indexers_chose_where_that_is_replayed(tmp_path):
+    config = RunConfig.from_toml(RECIPE)
+    for topk, said in ((None, False), (64, True), (10**6, False)):
+        hf = facts(index_topk=topk, max_position_embeddings=4096)
+        assert build_server(config, hf, tmp_path / "log", {}, 0).return_indexer_topk == said
+    with pytest.raises(ValueError, match="tp_size = 2 cannot go with --use-rollout-routing-replay"):
+        build_server(config, facts(index_topk=64), tmp_path / "log", {"tp_size": 2}, 0)
+
+
 def test_a_key_of_the_shell_is_not_inherited_even_by_its_name(monkeypatch):
     monkeypatch.setenv(ENGINE_KEY_VARIABLE, "of-the-shell")
     server = SGLangServer("m", "log", device="cuda", env_names=(ENGINE_KEY_VARIABLE,))
@@ -151,7 +172,7 @@ def test_servers_overlap_scheduling_and_computing_unless_updates_come_in_mid_gen
     config = RunConfig.from_toml(RECIPE)
     rollout = config.rollout.model_copy(update={"pause_generation_mode": mode})
     config = config.model_copy(update={"rollout": rollout})
-    command = build_server(config, Path("log"), given, 0, device=device).command()
+    command = build_server(config, facts(), Path("log"), given, 0, device=device).command()
     assert (OVERLAP not in command) == (overlaps and not given)
     # one that no run has configured must have exact versions
     assert OVERLAP in command_of(device)

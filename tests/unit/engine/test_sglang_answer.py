@@ -5,14 +5,16 @@ import copy
 import numpy as np
 import pytest
 
-from r3train.engine.backend import EngineError, SamplingParams
+from r3train.engine.backend import EngineError, Request, SamplingParams
 from r3train.engine.answer import Sent, read_answer
 from r3train.layout.microbatch import build_microbatch
 from r3train.generation import stitch
+from r3train.routing.indexer_topk import shortened
 from r3train.types import Prompt, RouteShape, TrainSample
-from tests.wire_encoding import encode_routed_experts
+from tests.wire_encoding import encode_routed_experts, text_of
 
 PROMPT = Prompt("p", 0, "", np.array([5, 6, 7], dtype=np.int32), None)
+ROUTES_SHAPE = RouteShape(2, 2, 8)
 ROUTES = np.arange(4 * 2 * 2).reshape(4, 2, 2).astype(np.uint8) % 8
 GOOD = {
     "output_ids": [9, 11],
@@ -56,6 +58,56 @@ def test_a_good_answer_becomes_a_sample_whose_arrays_cover_prompt_and_response()
 
 def test_without_routes_asked_for_none_are_kept():
     assert read(GOOD, routes=None).routed_experts is None
+
+
+CHOSEN = np.array([[[0, -1]] * 2, [[0, 1]] * 2, [[2, 0], [1, 0]], [[3, 1], [2, 3]]], "<i4")
+
+
+def read_choices(answer=GOOD, index_topk=2, start=0, payload=None, routes=ROUTES_SHAPE):
+    answer = copy.deepcopy(answer)
+    answer["meta_info"] |= {"routed_experts": encode_routed_experts(ROUTES[start:])}
+    if payload is not None:
+        answer["meta_info"]["indexer_topk"] = payload
+    request = Request(12, 3, "p", PROMPT.token_ids, 2, SamplingParams(2), rows_start=start)
+    sent = Sent("r.", vocab_size=12, may_abort=True)
+    return read_answer(answer, request, sent, routes=routes, index_topk=index_topk).indexer_topk
+
+
+def test_what_indexers_chose_comes_as_bits_of_the_rows_that_are_not_implied():
+    rows = [[[0b101], [0b011]], [[0b1010], [0b1100]]]
+    whole = text_of(CHOSEN)
+    for payload in (whole, shortened([CHOSEN[2:]], 2, 5), memoryview(whole.encode())):
+        chosen = read_choices(payload=payload)
+        assert chosen.tolist() == rows and chosen.dtype == np.uint64
+    for payload in (whole, shortened([CHOSEN[3:]], 3, 5)):
+        assert read_choices(payload=payload, start=3).tolist() == rows[1:]
+    assert read_choices(payload=whole, index_topk=None) is None
+    assert read_choices(payload=whole, routes=None) is None, "it wants no routes"
+    assert read_choices(payload="b8:", index_topk=4).shape == (0, 2, 1), "all are chosen"
+
+
+def test_an_answer_without_a_token_brings_no_choice():
+    assert read_choices(aborted()).shape == (0, 2, 0)
+    queued = {"output_ids": [], "meta_info": {"id": "r.", "finish_reason": {"type": "abort"}}}
+    assert read_choices(queued).dtype == np.uint64
+
+
+@pytest.mark.parametrize(
+    "payload, message",
+    [
+        (
+            None,
+            "the answer carries no indexer_topk; is the server started with --enable-return-indexer-topk,"
+            " and is no router in front of it",
+        ),
+        (7, "the answer carries no indexer_topk"),
+        ("b8:AAAA", "indexer_topk holds 3 bytes, expected 32 "),
+        (encode_routed_experts(ROUTES), "indexer_topk row 2, layer 1 does not choose 2 different"),
+    ],
+)
+def test_choices_that_are_missing_or_cannot_be_name_the_sample(payload, message):
+    with pytest.raises(ValueError, match=rf"^sample 12 \(prompt 'p'\): {message}"):
+        read_choices(payload=payload)
 
 
 def broken(path, value):

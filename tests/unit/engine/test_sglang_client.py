@@ -27,6 +27,7 @@ from r3train.engine.http import SGLangHTTP, base_url
 from r3train.types import RouteShape
 from tests import whole_samples
 from tests.http_serving import serving
+from tests.wire_encoding import text_of
 from tests.unit.fake_engine_server import (
     PROMPT,
     SAMPLING,
@@ -342,6 +343,35 @@ async def test_a_request_that_wants_no_routes_goes_past_their_transport_and_brin
         assert "extra_key" not in fake.bodies[0]
         with pytest.raises(AssertionError, match="a transport of routes was asked"):
             await client.generate(request)  # as any other request does
+
+
+async def test_what_indexers_chose_is_asked_for_with_the_routes_of_a_rollout():
+    routes = RouteShape(1, 2, 8, dense_layer_ids=(0,))
+    ids = [[[0, -1]], [[1, 0]], [[2, 0]]]  # three tokens and the new one: row 2 is not implied
+
+    async def handle(_request, body):
+        answer = answer_to(body)
+        for name in ("routed_experts", "indexer_topk"):
+            if body.get(f"return_{name}"):
+                payload = np.zeros(6, "<i4") if name == "routed_experts" else np.array(ids, "<i4")
+                answer["meta_info"][name] = text_of(payload)
+        return web.json_response(answer)
+
+    fake = Fake(handle)
+    async with client_of(fake, routes=routes, index_topk=2) as client:
+        request = Request(1, 1, "p", PROMPT.token_ids, 4, SAMPLING)
+        segment = await client.generate(request)
+        assert segment.indexer_topk.tolist() == [[[0b101]]] and len(segment.rows) == 3
+        unasked = await client.generate(replace(request, wants_routes=False))
+        assert unasked.indexer_topk is None and unasked.rows is None
+        client._index_topk = None
+        assert (await client.generate(request)).indexer_topk is None
+        with pytest.raises(ValueError, match=r"^sample 1 \(prompt 'p'\): the answer carries no"):
+            client._index_topk, ids[2] = 2, [[2, 2]]
+            fake.handler = None
+            await client.generate(request)
+    asked = [body.get("return_indexer_topk") for body in fake.bodies]
+    assert asked == [True, None, None, True]
 
 
 async def test_a_request_for_fresh_prefixes_shares_none_with_another_weight_version():

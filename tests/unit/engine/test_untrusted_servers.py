@@ -125,11 +125,10 @@ async def test_the_longest_honest_answer_is_within_its_bound():
 
 
 def test_the_bound_of_a_body_holds_all_that_was_asked_for():
-    def bound(routes=None, **changes):
+    def bound(routes=None, index_topk=None, **changes):
         base = dict(max_new_tokens=100, sampling=SamplingParams(100))
-        return client_module._bound_of(
-            Request(0, 0, "p", PROMPT.token_ids, **base | changes), routes
-        )
+        request = Request(0, 0, "p", PROMPT.token_ids, **base | changes)
+        return client_module._bound_of(request, routes, index_topk)
 
     plain = bound()
     assert plain == 103 * 1024 + (1 << 20)
@@ -137,6 +136,9 @@ def test_the_bound_of_a_body_holds_all_that_was_asked_for():
     ids = 102 * 48 * 8  # rows of 103 tokens, 4 bytes each, in base64
     assert plain + -(-ids * 4 // 3) * 4 / 4 <= bound(shape) <= plain + ids * 6
     assert plain < bound(shape, rows_start=90) < plain + (bound(shape) - plain) / 6
+    # all rows, whatever was asked for
+    chosen = bound(shape, index_topk=50, rows_start=90) - bound(shape, rows_start=90)
+    assert -(-102 * 48 * 50 * 4 // 3) * 4 / 4 <= chosen <= 102 * 48 * 50 * 6
     kept = bound(sampling=SamplingParams(100, top_k=50, mask_vocab=1000))
     assert kept >= plain + 100 * 50 * len("151935, ")
 

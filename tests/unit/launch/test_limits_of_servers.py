@@ -19,16 +19,28 @@ RECIPE = Path(__file__).parents[3] / "configs/qwen3_30b_a3b_one_node.toml"
 QWEN3 = RouteShape(48, 8, 128)
 
 
-def engines_of(directory: Path, faults: dict | None = None, replay: bool = True, **rollout):
+def engines_of(
+    directory: Path,
+    faults: dict | None = None,
+    replay: bool = True,
+    index_topk: int | None = None,
+    **rollout,
+):
     config = RunConfig.from_toml(RECIPE)
     update = {
         "rollout": config.rollout.model_copy(update=rollout),
         "faults": config.faults.model_copy(update=faults or {}),
         "replay": config.replay.model_copy(update={"use_rollout_routing_replay": replay}),
     }
+    positions = 163_840
     job = SimpleNamespace(
         config=config.model_copy(update=update),
-        hf=SimpleNamespace(route_shape=QWEN3, vocab_size=151_936),
+        hf=SimpleNamespace(
+            route_shape=QWEN3,
+            vocab_size=151_936,
+            index_topk=index_topk,
+            max_position_embeddings=positions,
+        ),
         longest_prompt=2048,
     )
     display = RunDisplay(3, True, live=False, console=Console(file=io.StringIO()))
@@ -59,6 +71,15 @@ def test_a_server_may_be_silent_while_it_encodes_the_routes_of_all_its_requests(
     assert engines_of(tmp_path, replay=False, **rollout)._health_timeout_s == 60.0
 
 
+def test_it_also_encodes_what_indexers_chose_where_that_is_replayed(tmp_path):
+    # 34,816 tokens are 544 words for each of 48 layers: 28 times as much as 8 experts are as int32
+    routes = engines_of(tmp_path, **LONG)._health_timeout_s - 60
+    both = engines_of(tmp_path, index_topk=2048, **LONG)
+    assert both._health_timeout_s - 60 == pytest.approx(routes * (8 * 4 + 544 * 8) / 32, rel=1e-6)
+    implied = engines_of(tmp_path, index_topk=34816, **LONG)
+    assert implied._health_timeout_s - 60 == pytest.approx(routes)
+
+
 async def test_the_watch_and_the_client_take_that_limit(tmp_path, monkeypatch):
     given = []
 
@@ -80,13 +101,15 @@ async def test_the_watch_and_the_client_take_that_limit(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "replay, rollout, asked",
     [
-        (True, {}, {"replay": True, "kept_top_k": None, "exact_boundaries": False}),
-        (False, {}, {"replay": False, "kept_top_k": None, "exact_boundaries": False}),
+        (True, {}, {"replay": True}),
+        (False, {}, {}),
         (
             True,
             {"pause_generation_mode": "abort", "rollout_top_k": 20},
             {"replay": True, "kept_top_k": 20, "exact_boundaries": True},
         ),
+        (True, {"index_topk": 2048}, {"replay": True, "indexer": True}),
+        (False, {"index_topk": 2048}, {}),
     ],
 )
 def test_servers_must_have_the_settings_that_the_run_needs(
@@ -104,7 +127,8 @@ def test_servers_must_have_the_settings_that_the_run_needs(
     made._addrs = ["127.0.0.1:1"]
     with pytest.raises(InterruptedError):
         made.wait_ready()
-    assert given == [asked]
+    unasked = dict.fromkeys(("replay", "indexer", "exact_boundaries"), False)
+    assert given == [{**unasked, "kept_top_k": None, **asked}]
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,14 @@ from click.testing import CliRunner
 
 import train_async
 from r3train.cli import main
+from r3train.config import RunConfig
+from r3train.config.sources import ConfigError
 from r3train.engine.flags import check_server_flags, known_flags
 from r3train.engine.refusals import ADAPTER_REFUSALS, DECIDED_BY_THE_RUN, REPLAY_REFUSALS
+from r3train.launch.preflight import check_external_server, check_says_choices
 from r3train.trainer.megatron import overrides
 from tests.unit.fake_engine_server import Fake
+from tests.unit.hf_model import facts
 from tests.unit.launch.test_preflight import ROOT, start
 
 SERVER_INFO = json.loads((ROOT / "tests/contract/payloads/server_info.json").read_text())
@@ -278,6 +282,42 @@ async def test_a_server_that_says_nothing_of_its_routes_is_refused(tiny):
     info = {k: v for k, v in SERVER_INFO.items() if k != "enable_return_routed_experts"}
     result = await ask_external(tiny, info)
     assert result.exit_code == 2 and "enable_return_routed_experts" in result.output
+
+
+def sparse_run(**sglang) -> RunConfig:
+    recipe = RunConfig.from_toml(ROOT / "configs/tiny_cpu.toml")
+    replay = recipe.replay.model_copy(update={"use_rollout_routing_replay": True})
+    rollout = recipe.rollout.model_copy(update={"sglang": sglang})
+    return recipe.model_copy(update={"replay": replay, "rollout": rollout})
+
+
+def test_a_server_of_our_own_that_could_not_say_what_indexers_chose_is_refused():
+    replayed, implied = facts(index_topk=64), facts(index_topk=1024)
+    config = sparse_run(tp=2)
+    with pytest.raises(ConfigError, match=r"^sglang.tp_size = 2 cannot go with --use-rollout-rout"):
+        check_says_choices(config, replayed)
+    check_says_choices(config, implied)
+    check_says_choices(sparse_run(tp=2, attn_dp_size=2), replayed)
+    check_says_choices(sparse_run(no_such_flag=2), replayed)  # others say so
+
+
+async def test_a_server_of_others_that_could_not_say_what_indexers_chose_is_refused():
+    info = SERVER_INFO | {"disable_overlap_schedule": True}
+
+    async def answer(request, _body):
+        return web.json_response(
+            info if request.path == "/server_info" else {"weight_version": "0"}
+        )
+
+    async with Fake(answer).running() as addr:
+        given = (sparse_run(), facts(index_topk=64), addr, None)
+        words = "runs with enable_return_indexer_topk = None, which cannot go with"
+        with pytest.raises(ConfigError, match=words):
+            await asyncio.to_thread(check_external_server, *given)
+        for hf in (None, facts(), facts(index_topk=1024)):
+            await asyncio.to_thread(check_external_server, given[0], hf, addr, None)
+        info["enable_return_indexer_topk"] = True
+        await asyncio.to_thread(check_external_server, *given)
 
 
 def test_the_doctor_gives_the_same_answers(tiny):
