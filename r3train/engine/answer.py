@@ -380,7 +380,7 @@ def _rows(
 def _chosen(
     payload: Any, num_layers: int, topk: int, num_tokens: int, start: int, name: str
 ) -> np.ndarray:
-    """What the indexers chose for one answer's rows from max(start, topk) on: uint64[R, L, W]."""
+    """The choices of indexers for one answer's rows from max(start, topk) on: uint64[R, L, W]."""
     if not isinstance(payload, ROUTE_PAYLOADS):
         raise ValueError(
             f"sample {name}: the answer carries no indexer_topk; is the server started with "
