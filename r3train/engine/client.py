@@ -34,6 +34,7 @@ from r3train.engine.backend import (
 )
 from r3train.engine.adapters import Adapters, adapter_name
 from r3train.engine.answer import Sent, read_answer, read_recheck
+from r3train.routing.indexer_topk import num_words
 from r3train.routing.wire import decode_routed_experts
 from r3train.types import Rechecked, RecheckPart, RouteShape
 from r3train.engine.control import ServerVersions
@@ -48,9 +49,9 @@ _VERSION_POLL_S = 0.05
 _ABORT_S = 3.0
 # between requests to a server that is busy, unless its Retry-After says more
 _BUSY_S, _LONGEST_BUSY_S = 1.0, 30.0
-# bytes of a base64 id of an expert or of a token that was chosen, which is an int32; of an id within the
-# sampling mask, with its comma
-_ID_BYTES, _KEPT_BYTES = 5.4, 12
+# bytes in base64 of an id of an expert or of a token that was chosen, which is an int32, and of a word of
+# such bits; of an id within the sampling mask, with its comma
+_ID_BYTES, _WORD_BYTES, _KEPT_BYTES = 5.4, 10.8, 12
 
 
 class Transport(Protocol):
@@ -488,8 +489,9 @@ def _bound_of(request: Request, routes: RouteShape | None, index_topk: int | Non
     most = bound_of_texts(tokens)
     if routes is not None:
         most += int((tokens - request.rows_start) * routes.num_layers * routes.topk * _ID_BYTES)
-        # a server that is not ours sends all rows
-        most += int(tokens * routes.num_layers * (index_topk or 0) * _ID_BYTES)
+        if index_topk is not None:  # ids of all rows, or bits
+            of_a_layer = max(index_topk * _ID_BYTES, num_words(tokens) * _WORD_BYTES)
+            most += int(tokens * routes.num_layers * of_a_layer)
     if request.sampling.mask_vocab is not None:
         kept = request.sampling.top_k if request.sampling.top_k > 0 else request.sampling.mask_vocab
         most += request.max_new_tokens * kept * _KEPT_BYTES

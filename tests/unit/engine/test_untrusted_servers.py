@@ -139,6 +139,9 @@ def test_the_bound_of_a_body_holds_all_that_was_asked_for():
     # all rows, whatever was asked for
     chosen = bound(shape, index_topk=50, rows_start=90) - bound(shape, rows_start=90)
     assert -(-102 * 48 * 50 * 4 // 3) * 4 / 4 <= chosen <= 102 * 48 * 50 * 6
+    # of a long text the bits are more than the ids
+    bits = bound(shape, index_topk=50, max_new_tokens=9997) - bound(shape, max_new_tokens=9997)
+    assert bits >= 9999 * 48 * 157 * 8 * 4 / 3
     kept = bound(sampling=SamplingParams(100, top_k=50, mask_vocab=1000))
     assert kept >= plain + 100 * 50 * len("151935, ")
 
