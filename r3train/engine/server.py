@@ -267,6 +267,8 @@ class SGLangServer:
             if self.return_indexer_topk:
                 # fused with what follows, an indexer's kernel gives places in page tables, not tokens
                 env["SGLANG_DSA_FUSE_TOPK"] = "0"
+                # unset it is index_topk; up to more, prefills attend to all tokens and record no choice
+                env.pop("SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD", None)
         return env
 
     def start(self) -> SGLangServer:

@@ -106,10 +106,13 @@ def test_a_servers_whole_environment(device, own, key, monkeypatch):
 
 def test_a_server_that_says_what_its_indexers_chose_says_tokens_and_not_places(monkeypatch):
     monkeypatch.setenv("SGLANG_DSA_FUSE_TOPK", "1")
+    dense = "SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD"
+    monkeypatch.setenv(dense, "4096")
     for device, fused in (("cuda", "0"), ("cpu", "1")):
         server = SGLangServer("m", "log", device=device, return_indexer_topk=True)
         assert "--enable-return-indexer-topk" in server.command()
         assert server.environment()["SGLANG_DSA_FUSE_TOPK"] == fused
+        assert server.environment().get(dense) == {"cuda": None, "cpu": "4096"}[device]
         other = SGLangServer("m", "log", device=device)
         assert "--enable-return-indexer-topk" not in other.command()
         assert other.environment()["SGLANG_DSA_FUSE_TOPK"] == "1"
