@@ -101,12 +101,12 @@ def flaw(bits: np.ndarray | None, num_tokens: int, topk: int, num_layers: int) -
     wrong = _not_chosen(bits, topk, topk) & bits.any(axis=2)
     if wrong.any():
         row, layer = np.argwhere(wrong)[0].tolist()
-        return f"has indexer_topk that {_complaint(topk + row, layer, topk)}"
+        return f"has indexer_topk whose {_complaint(topk + row, layer, topk)}"
     return None
 
 
 def _complaint(row: int, layer: int, topk: int) -> str:
-    return f"in row {row}, layer {layer} does not choose {topk} different tokens of 0 to {row}"
+    return f"row {row}, layer {layer} does not choose {topk} different tokens of 0 to {row}"
 
 
 def shortened(blocks: Iterable[np.ndarray], start: int, num_tokens: int) -> str | None:

@@ -106,7 +106,7 @@ def replayed(directory, told, **settings):
     options = {"replay_rollouts": directory, "rollout_batch_size": 2, "n_samples_per_prompt": 2}
     config = RunConfig.from_toml(RECIPE, options | settings)
     display = SimpleNamespace(note=lambda text, style="": told.append(text))
-    job = SimpleNamespace(config=config, hf=SimpleNamespace(vocab_size=99))
+    job = SimpleNamespace(config=config, hf=SimpleNamespace(vocab_size=99, index_topk=None))
     return build_engines(job, directory, display, resume.ResumePoint(), None).start_producer()
 
 
