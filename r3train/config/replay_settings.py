@@ -65,6 +65,9 @@ class ReplaySection(Section):
             excludes(f"transformer_overrides.{name} or sglang.{name}: {why}")
             for name, why in _NOT_REPLAYED.items()
         ),
+        excludes(
+            "transformer_overrides.dsa_kernel_backend = tilelang|cudnn: the kernel chooses an indexer's tokens itself"
+        ),
     ] = False
     """Turn R3 on: SGLang returns the experts that it chose, and the actor replays them."""
     use_routing_replay: Annotated[

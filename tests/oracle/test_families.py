@@ -324,7 +324,7 @@ HEAD = """<!-- written by: pytest tests/oracle/test_families.py -m '' -k replaye
 # Verification of families
 
 Every family's production actor, in every topology that its dry run takes, against transformers in float32 that is
-forced to the same random routes. On a CPU, from a tiny checkpoint with every bias and norm random, of the models in
+forced to the same random routes (and, of long sequences, to the same random tokens). On a CPU, from a tiny checkpoint with every bias and norm random, of the models in
 [models.md](../models.md). TP2 is with sequence parallelism, PP2 with full recomputation; TE is Megatron's
 Transformer Engine specification, with plain torch in the place of its kernels. *log-probs*: the largest error, in
 nats; at most 2e-5. *gradients*: the largest error of a tensor's gradient of the policy loss, as a part of its norm, and

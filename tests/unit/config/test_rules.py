@@ -166,6 +166,7 @@ REFUSED = f"""
     environment="calculator", group_rm=true | --group-rm cannot go with --environment calculator
     # replay
     {R3}, transformer_overrides={{moe_router_load_balancing_type=["aux_loss", "quantile"]}} | _type = ['aux_loss', 'quantile']
+    {R3}, transformer_overrides={{dsa_kernel_backend="tilelang"}} | cannot go with transformer_overrides.dsa_kernel_backend
     use_routing_replay=true, {R3} | --use-routing-replay cannot go with --use-rollout-routing-replay: a router replays one
     use_routing_replay=true, {SFT} | --use-routing-replay cannot go with --loss-type sft without --replay-rollouts
     use_routing_replay=true, reuse_log_probs="on" | --use-routing-replay cannot go with --reuse-log-probs on: the routes
@@ -291,6 +292,8 @@ PASSES = f"""
     eps_clip_high=0.2, policy_loss="dppo_kl"
     {R3}
     use_routing_replay=true, transformer_overrides={{moe_router_fusion=false}}
+    {R3}, transformer_overrides={{dsa_kernel_backend="none"}}
+    transformer_overrides={{dsa_kernel_backend="tilelang"}}
     ranks=2, expert_model_parallel_size=2, {R3}
     ranks=2, tensor_model_parallel_size=2, sequence_parallel=true
     ranks=4, pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2
