@@ -145,8 +145,17 @@ def _moe_layer_numbers(reader: _Reader, layers: int) -> tuple[int, ...]:
 
     Qwen has decoder_sparse_step and mlp_only_layers.  DeepSeek and GLM have first_k_dense_replace
     and moe_layer_freq (a period, or a list with 0 or 1 for each layer).  transformers writes
-    mlp_layer_types in place of these.  In other models, such as Mixtral, every layer has experts.
+    mlp_layer_types in place of these.  Nemotron-H has hybrid_override_pattern, a letter for each layer.
+    In other models, such as Mixtral, every layer has experts.
     """
+    mixers = reader.content.get("hybrid_override_pattern")
+    if mixers is not None:
+        if not isinstance(mixers, str) or len(mixers) != layers or not set(mixers) <= set("M*E-"):
+            raise ValueError(
+                f"{reader.file}: key hybrid_override_pattern must hold {layers} letters of M, *, E and -,"
+                f" one per layer, got {mixers!r}"
+            )
+        return tuple(i for i, letter in enumerate(mixers, start=1) if letter == "E")
     kinds = reader.content.get("mlp_layer_types")
     if kinds is not None:
         if not isinstance(kinds, list) or len(kinds) != layers:

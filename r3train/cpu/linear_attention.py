@@ -40,7 +40,7 @@ def l2norm(x: torch.Tensor) -> torch.Tensor:
 def causal_conv1d(
     x: torch.Tensor,
     weight: torch.Tensor,
-    bias: None,
+    bias: torch.Tensor | None,
     activation: str,
     initial_state: None,
     output_final_state: bool,
@@ -50,16 +50,17 @@ def causal_conv1d(
 
     cu_seqlens: int[sequences + 1]; no window reaches into the sequence before.
     """
-    assert bias is None and initial_state is None and not output_final_state
+    assert initial_state is None and not output_final_state
     assert activation == "silu", activation
     channels, width = weight.shape
 
     def convolve(rows: torch.Tensor) -> torch.Tensor:
         rows = rows.float().transpose(1, 2)
-        out = F.conv1d(rows, weight[:, None].float(), padding=width - 1, groups=channels)
+        added = None if bias is None else bias.float()
+        out = F.conv1d(rows, weight[:, None].float(), added, padding=width - 1, groups=channels)
         return F.silu(out[..., : rows.shape[-1]]).transpose(1, 2).to(x.dtype)
 
-    return _in_batches(convolve, cu_seqlens, x), None
+    return in_batches(convolve, cu_seqlens, x), None
 
 
 def chunk_gated_delta_rule(
@@ -85,10 +86,10 @@ def chunk_gated_delta_rule(
     def attend(*batch: torch.Tensor) -> torch.Tensor:
         return torch_chunk_gated_delta_rule(*batch)[0]
 
-    return _in_batches(attend, cu_seqlens, q, k, v, g, beta), None
+    return in_batches(attend, cu_seqlens, q, k, v, g, beta), None
 
 
-def _in_batches(
+def in_batches(
     function: Callable[..., torch.Tensor], cu_seqlens: torch.Tensor, *packs: torch.Tensor
 ) -> torch.Tensor:
     """Call ``function`` with packs [1, n, ...] as batches [sequences, longest, ...], padded with zeros; returns a pack.

@@ -81,7 +81,7 @@ def cpu_attention_of(model_type: str) -> str:
 
 def has_linear_attention(model_type: str) -> bool:
     """Return True for a family with layers of linear attention, whose states SGLang keeps."""
-    return model_type in FAMILIES and FAMILIES[model_type].layers == "gated_delta_net"
+    return model_type in FAMILIES and FAMILIES[model_type].layers in ("gated_delta_net", "mamba")
 
 
 def model_type_of(hf_checkpoint: Path) -> str:

@@ -34,6 +34,7 @@ Layers = Literal[
     "biased_experts",
     "gated_delta_net",
     "latent_attention",
+    "mamba",
     "sparse_latent_attention",
     "whole_width_norm",
 ]
@@ -93,7 +94,7 @@ class Family:
     @property
     def of_text_and_images(self) -> bool:
         """True for the language model of a model of text and images: its keys are in text_config."""
-        return self.weights.prefix != "model"
+        return "." in self.weights.prefix
 
 
 def linear_layers(config: Config) -> list[bool]:
@@ -154,6 +155,12 @@ _KEY_OF = {
     "linear_heads": "linear_num_value_heads",
     "linear_value": "linear_value_head_dim",
     "kernel": "linear_conv_kernel_dim",
+    "mamba_heads": "mamba_num_heads",
+    "mamba_head": "mamba_head_dim",
+    "mamba_groups": "n_groups",
+    "mamba_state": "ssm_state_size",
+    "mamba_kernel": "conv_kernel",
+    "wide_shared_expert": "moe_shared_expert_intermediate_size",
     "index_heads": "index_n_heads",
     "index_head": "index_head_dim",
 }
@@ -172,8 +179,14 @@ def _sizes(table: Table, hf: HfModelFacts, keys: Keys) -> Sizes:
     )
 
 
+# letters of hybrid_override_pattern, of layers with one mixer each
+_MIXERS = {"M": "mamba", "*": "full", "E": "sparse", "-": "dense"}
+
+
 def _traits(hf: HfModelFacts, config: Config) -> tuple[frozenset[str], ...]:
     """Return the traits of each layer, see ``rows``."""
+    if mixers := config.get("hybrid_override_pattern"):
+        return tuple(frozenset({_MIXERS[letter]}) for letter in mixers)
     compressed = config.get("q_lora_rank") is not None
     of_all = {"q_rank" if compressed else "no_q_rank"}
     if config.get("use_qk_norm"):

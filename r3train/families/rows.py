@@ -3,7 +3,7 @@
 A row in one line each: ``vector`` (norms, biases), ``column`` and ``row`` (matrices whose rows or columns tensor
 ranks share), ``whole`` (a matrix that each has), ``qkv``, ``gate_up``.  A layer has the trait "dense" or "sparse",
 "full" or "linear" attention, "q_rank" or "no_q_rank", and "qk_norm" where config.json asks for it
-(``family.traits``).
+(``family.traits``).  A layer of one mixer has one trait: "mamba", "full", "sparse" or "dense".
 """
 
 from __future__ import annotations

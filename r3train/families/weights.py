@@ -122,18 +122,20 @@ class Table:
 
     ``of_layer``: those of its layers.  Embedding, last norm and output layer are the same in all families.
     ``prefix``: what all names but the output layer's begin with.  ``output``: the output layer's name.
-    ``expert_width``: the key of config.json that is an expert's width.
+    ``embedding``, ``norm``: the names of the embedding and of the last norm behind the prefix.  ``expert_width``: the key of config.json that is an expert's width.
     """
 
     of_layer: tuple[Weight, ...]
     prefix: str = "model"
     output: str = "lm_head.weight"
+    embedding: str = "embed_tokens"
+    norm: str = "norm"
     expert_width: str = "moe_intermediate_size"
 
     @cached_property
     def of_model(self) -> tuple[Weight, ...]:
         """The weights outside the layers: embedding, last norm, output layer."""
-        tensors = (f"{self.prefix}.embed_tokens.weight", f"{self.prefix}.norm.weight")
+        tensors = (f"{self.prefix}.{name}.weight" for name in (self.embedding, self.norm))
         embedding, norm, output = map(DiskTensor, (*tensors, self.output))
         matrix = dict(parts={"rows": "vocab"}, columns=("hidden",), sharded="rows")
         return (

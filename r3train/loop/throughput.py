@@ -52,7 +52,8 @@ def active_parameters(shapes: Mapping[str, tuple[int, ...]], hf: HfModelFacts) -
     """
     active = 0.0
     for name, shape in shapes.items():
-        if len(shape) < 2 or ("embed_tokens" in name and not hf.tie_word_embeddings):
+        is_embedding = name.endswith(("embed_tokens.weight", "embeddings.weight"))
+        if len(shape) < 2 or (is_embedding and not hf.tie_word_embeddings):
             continue
         is_expert = re.search(r"\.experts\.", name) is not None
         active += prod(shape) * (hf.num_experts_per_tok / hf.num_experts if is_expert else 1)
@@ -61,6 +62,4 @@ def active_parameters(shapes: Mapping[str, tuple[int, ...]], hf: HfModelFacts) -
 
 def attention_width(shapes: Mapping[str, tuple[int, ...]]) -> int:
     """Add up the values of all heads, over the layers with softmax attention."""
-    return sum(
-        shape[1] for name, shape in shapes.items() if name.endswith("self_attn.o_proj.weight")
-    )
+    return sum(shape[1] for name, shape in shapes.items() if name.endswith(".o_proj.weight"))

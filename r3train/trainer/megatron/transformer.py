@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.activations import quick_gelu
+from megatron.core.activations import quick_gelu, squared_relu
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 from r3train.config.hf_facts import HfModelFacts
@@ -14,7 +14,7 @@ from r3train.config.parallel_settings import ParallelSection
 from r3train.families import FAMILIES
 from r3train.families.family import keys_of, transformer_fields
 
-_ACTIVATIONS = {"silu": F.silu, "quick_gelu": quick_gelu}
+_ACTIVATIONS = {"silu": F.silu, "quick_gelu": quick_gelu, "squared_relu": squared_relu}
 
 
 def build_transformer_config(

@@ -9,6 +9,7 @@ from r3train.families.weights import ModelWeights
 from r3train.trainer.megatron.layers.biased_experts import adapt_biased_experts
 from r3train.trainer.megatron.layers.gated_delta_net import adapt_gated_delta_net
 from r3train.trainer.megatron.layers.latent_attention import adapt_latent_attention
+from r3train.trainer.megatron.layers.mamba import adapt_mamba
 from r3train.trainer.megatron.layers.sparse_attention import adapt_sparse_attention
 from r3train.trainer.megatron.layers.whole_width_norm import adapt_whole_width_norm
 
@@ -26,6 +27,7 @@ ADAPTATIONS: dict[str, Callable[[Any, ModelWeights, int, bool], None]] = {
     "biased_experts": adapt_biased_experts,
     "gated_delta_net": adapt_gated_delta_net,
     "latent_attention": adapt_latent_attention,
+    "mamba": adapt_mamba,
     "sparse_latent_attention": adapt_sparse_attention,
     "whole_width_norm": adapt_whole_width_norm,
 }
