@@ -69,6 +69,7 @@ def of_ranks() -> None:
     from r3train.trainer.megatron.layers import (
         gated_delta_net,
         latent_attention,
+        mamba,
         sparse_attention,
     )
 
@@ -97,6 +98,7 @@ def of_ranks() -> None:
         for adapt in (
             gated_delta_net.adapt_gated_delta_net,
             latent_attention.adapt_latent_attention,
+            mamba.adapt_mamba,
             sparse_attention.adapt_sparse_attention,
         ):
             adapt(SimpleNamespace(layer_specs=[]), None, 0, False)

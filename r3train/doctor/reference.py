@@ -36,6 +36,10 @@ def load_reference(path: Path, *, bf16: bool) -> Reference:
         .from_pretrained(path, config=config, dtype=dtype, local_files_only=True)
         .eval()
     )
+    for module in model.modules():
+        if hasattr(module, "time_step_limit"):
+            # a Mamba mixer of transformers takes no step below time_step_min; releases' own code and SGLang's do
+            module.time_step_limit = (0.0, float("inf"))
     layers: list[torch.Tensor] = []  # of the forward that runs, in the order of the layers
     for name, router in model.named_modules():
         if type(router).__name__.endswith("Router"):

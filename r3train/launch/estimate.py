@@ -131,7 +131,7 @@ class Model:
         rows: dict[str, int] = {}  # of attention's tensors
         for weight in weights:
             for tensor, shape in zip(weight.disk, table.shapes_of(weight)):
-                rows[tensor.name.removeprefix("self_attn.")] = shape[0]
+                rows[tensor.name.removeprefix("self_attn.").removeprefix("mixer.")] = shape[0]
                 if not weight.columns:  # vectors keep nothing
                     continue
                 if (
@@ -154,11 +154,13 @@ def _attended(rows: Mapping[str, int], sizes: Sizes) -> int:
     """Numbers of queries and keys that attention keeps next to its matrices' outputs; rows: of its tensors.
 
     A delta net has a query and a key for each head of values, its output, that of its norm, and a triangular matrix of
-    each chunk of 64 tokens.  A norm of each head keeps as many; one over all heads keeps float32 too.  Of its 5
+    each chunk of 64 tokens.  A Mamba mixer has what it convolved, the output of its scan and of its norm.  A norm of each head keeps as many; one over all heads keeps float32 too.  Of its 5
     numbers one is fitted: with 4 a rank of MiniMax-M2 took more than its estimate.
     """
     if "linear_attn.A_log" in rows:
         return sizes["linear_heads"] * (2 * sizes["linear_key"] + 2 * sizes["linear_value"] + 64)
+    if "A_log" in rows:
+        return rows["conv1d.bias"] + 2 * rows["norm.weight"]
     if "k_proj.weight" not in rows:  # of MLA's low ranks
         return 0
     queries, keys = rows["q_proj.weight"], rows["k_proj.weight"]

@@ -603,18 +603,25 @@ def check_sinks(model_type: str, transformer_engine: str, config: RunConfig) -> 
 def check_linear_kernels(model_type: str) -> None:
     """Raise ValueError where the kernels of linear attention are not installed, or are older than those compared.
 
-    Before 0.5 they are silently wrong on Hopper with Triton 3.4 and later: the gradients of decays and betas.
-    Source: issue 640 of flash-linear-attention, and its ``chunk_bwd_dqkwg`` of 0.4.2 and 0.5.2.
+    Before 0.5 those of flash-linear-attention are silently wrong on Hopper with Triton 3.4 and later: the gradients of
+    decays and betas.  Source: issue 640 of flash-linear-attention, and its ``chunk_bwd_dqkwg`` of 0.4.2 and 0.5.2.
+    Those of Mamba mixers know packed sequences from the versions here on.  Source: Megatron's ``mamba_mixer``.
     """
-    try:
-        found = version("fla-core")
-    except PackageNotFoundError:
-        found = ""
-    if tuple(int(part) for part in found.split(".")[:2] if part.isdigit()) < (0, 5):
-        raise ValueError(
-            f"{model_type} on a CUDA device: fla-core {found or 'is not installed'}; expected 0.5.2, as"
-            " in requirements/gpu.txt"
-        )
+    for package, least, expected in _LINEAR_KERNELS[FAMILIES[model_type].layers]:
+        try:
+            found = version(package)
+        except PackageNotFoundError:
+            found = ""
+        if tuple(int(part) for part in found.split(".")[:2] if part.isdigit()) < least:
+            raise ValueError(
+                f"{model_type} on a CUDA device: {package} {found or 'is not installed'}; expected {expected}"
+            )
+
+
+_LINEAR_KERNELS = {
+    "gated_delta_net": (("fla-core", (0, 5), "0.5.2, as in requirements/gpu.txt"),),
+    "mamba": (("mamba-ssm", (2, 0), "2.0 or later"), ("causal-conv1d", (1, 4), "1.4 or later")),
+}
 
 
 def check_memory_history(config: RunConfig) -> None:

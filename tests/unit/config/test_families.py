@@ -129,7 +129,7 @@ def test_the_published_configuration_of_its_language_model_is_taken(tmp_path):
 PARAMETERS = {
     **{"DeepSeek-V2-Lite": 15.7, "Kimi-K2-Instruct": 1026.4, "Kimi-K2.5": 1026.4},
     **{"MiniMax-M2": 228.7, "Mixtral-8x7B": 46.7, "OLMoE-1B-7B": 6.9, "Qwen2-57B-A14B": 57.4},
-    **{"Qwen3-Next-80B-A3B": 79.7, "Qwen3-VL-30B-A3B": 30.5},
+    **{"Nemotron-3-Nano-30B-A3B": 31.6, "Qwen3-Next-80B-A3B": 79.7, "Qwen3-VL-30B-A3B": 30.5},
 }
 
 
@@ -294,6 +294,14 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.5
         ("qwen3_next", {"partial_rotary_factor": 0.25}, "SGLang rotates 0.25 of a head"),
         ("qwen3_next", {"full_attention_interval": 2}, "what SGLang takes from full_attention"),
         ("glm4_moe_lite", {"mlp_layer_types": ["sparse"]}, "must hold 2 entries, one per layer"),
+        ("nemotron_h", {"hybrid_override_pattern": "ME*"}, "must hold 2 letters of M, *, E and -"),
+        ("nemotron_h", {"hybrid_override_pattern": "MX"}, "one per layer, got 'MX'"),
+        ("nemotron_h", {"hybrid_override_pattern": None}, "hybrid_override_pattern is missing"),
+        ("nemotron_h", {"hybrid_override_pattern": "E-"}, "has a '-'"),
+        ("nemotron_h", {"layers_block_type": ["mamba"]}, "layers_block_type is ['mamba']"),
+        ("nemotron_h", {"mamba_n_groups": 4}, "n_groups is 2, and SGLang takes 4"),
+        ("nemotron_h", {"mamba_d_conv": 3}, "conv_kernel is 4, and SGLang takes 3"),
+        ("nemotron_h", {"moe_latent_size": 16}, "moe_latent_size is 16"),
     ],
 )
 def test_a_setting_of_one_family_that_was_not_verified_is_refused(family, keys, message, of):
@@ -308,7 +316,10 @@ def test_a_tiny_model_of_every_family_passes_the_dry_run(family, of):
 
 @pytest.mark.parametrize(
     "family, field",
-    [("gpt_oss", "expert_tensor_parallel_size")],
+    [
+        ("gpt_oss", "expert_tensor_parallel_size"),
+        ("nemotron_h", "context_parallel_size"),
+    ],
 )
 def test_a_topology_in_which_a_family_was_not_verified_is_refused(family, field, of):
     flag = f"--{field.replace('_', '-')} 2: {family} needs 1"
@@ -334,6 +345,7 @@ def test_context_parallel_ranks_share_the_heads_of_linear_attention(of):
         ("minimax_m2", "num_key_value_heads", 2),
         ("qwen3_next", "num_key_value_heads", 2),
         ("qwen3_next", "linear_num_key_heads", 2),
+        ("nemotron_h", "n_groups", 2),
     ],
 )
 def test_more_tensor_ranks_than_a_familys_own_layers_can_be_cut_for_are_refused(

@@ -63,7 +63,9 @@ def test_a_gpt_oss_server_has_attention_with_sinks_on_a_cpu(tmp_path):
     assert "--attention-backend" not in of["cuda"].command()
 
 
-@pytest.mark.parametrize("family, overlaps", [("qwen3_moe", True), ("qwen3_next", False)])
+@pytest.mark.parametrize(
+    "family, overlaps", [("qwen3_moe", True), ("qwen3_next", False), ("nemotron_h", False)]
+)
 def test_a_server_with_linear_attention_does_not_overlap_on_a_cpu(family, overlaps, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
     for device in ("cpu", "cuda"):

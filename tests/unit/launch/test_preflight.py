@@ -407,6 +407,28 @@ def test_kernels_of_linear_attention_that_are_lacking_or_wrong_on_hopper_are_ref
         check_linear_kernels("qwen3_next")
 
 
+@pytest.mark.parametrize(
+    "found, said",
+    [
+        ({}, "mamba-ssm is not installed; expected 2.0 or later"),
+        ({"mamba-ssm": "2.3.1"}, "causal-conv1d is not installed; expected 1.4 or later"),
+        ({"mamba-ssm": "2.3.1", "causal-conv1d": "1.3.0"}, "causal-conv1d 1.3.0; expected 1.4"),
+        ({"mamba-ssm": "2.3.1", "causal-conv1d": "1.6.0"}, None),
+    ],
+)
+def test_kernels_of_mamba_mixers_that_are_lacking_or_too_old_are_refused(found, said, monkeypatch):
+    def version_of(name: str) -> str:
+        if name not in found:
+            raise PackageNotFoundError(name)
+        return found[name]
+
+    monkeypatch.setattr(preflight_module, "version", version_of)
+    if said is None:
+        return check_linear_kernels("nemotron_h")
+    with pytest.raises(ValueError, match=f"nemotron_h on a CUDA device: {said}"):
+        check_linear_kernels("nemotron_h")
+
+
 CUT = ["--context-parallel-size", "2"]
 
 

@@ -66,8 +66,7 @@ def adapt_mamba(layers: Any, weights: ModelWeights, first_layer: int, use_te: bo
         mamba.install()
     elif not mamba_mixer.HAVE_MAMBA_SSM or mamba_mixer.causal_conv1d_fn is None:
         raise ValueError(
-            "a model with Mamba mixers needs mamba-ssm and causal-conv1d on a CUDA device, which are not"
-            " installed"
+            "a model with Mamba mixers needs mamba-ssm and causal-conv1d on a CUDA device, which are not installed"
         )
     backend = TESpecProvider() if use_te else LocalSpecProvider()
     mixer = ModuleSpec(
