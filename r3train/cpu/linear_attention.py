@@ -94,8 +94,8 @@ def in_batches(
 ) -> torch.Tensor:
     """Call ``function`` with packs [1, n, ...] as batches [sequences, longest, ...], padded with zeros; returns a pack.
 
-    A batch has the sequences of as many chunks: equal ones at once, and none with much padding.  The rows after a
-    sequence's last have keys and betas of zero: they change no state.
+    A batch has the sequences of as many chunks: equal ones at once, and none with much padding.  A row may depend on
+    rows before it only: those of zeros come after a sequence's last.
     """
     ends = cu_seqlens.tolist()
     batches: dict[int, list[tuple[int, int]]] = {}

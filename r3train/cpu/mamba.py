@@ -1,6 +1,6 @@
 """The kernels of mamba-ssm that Megatron's Mamba-2 mixer calls, in plain torch.
 
-The library has triton kernels only.  Names, arguments and results are those of mamba-ssm 2, as far as megatron-core
+The library has kernels for GPUs only.  Names, arguments and results are those of mamba-ssm 2, as far as megatron-core
 0.19.2 asks for them.
 """
 
@@ -19,7 +19,7 @@ def install() -> None:
     """Give them to Megatron's Mamba-2 mixer."""
     from megatron.core.ssm import mamba_mixer
 
-    why = "mamba-ssm has triton kernels only"
+    why = "mamba-ssm has kernels for GPUs only"
     for name, twin in (
         ("HAVE_MAMBA_SSM", True),
         ("ExtendedRMSNorm", NormOfGroups),
@@ -90,7 +90,8 @@ def mamba_split_conv1d_scan_combined(
     """Convolve, scan each sequence of a pack from an empty state, and gate; [1, n, heads * headdim].
 
     zxbcdt: [1, n, ...], gates, inputs, B, C and steps.  A, D, dt_bias: [heads].  seq_idx: int[1, n], the sequence of
-    each row.
+    each row.  A row attends to all before it with weights that decay, without chunks: time and memory grow with the
+    square of a sequence's length, as those of attention here.
     """
     heads, (channels, _) = len(A), conv1d_weight.shape
     z, convolved, steps = zxbcdt.split([heads * headdim, channels, heads], -1)

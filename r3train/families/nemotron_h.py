@@ -1,4 +1,4 @@
-"""Nemotron-H with experts, as Nemotron 3 Nano: each layer is a Mamba-2 mixer, attention without positions, or experts."""
+"""Nemotron-H with experts, as Nemotron 3 Nano: a layer is a Mamba-2 mixer, attention without positions, or experts."""
 
 from __future__ import annotations
 

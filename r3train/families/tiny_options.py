@@ -51,13 +51,19 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
 }
 
 
+def no_keys(o: TinyOptions) -> dict[str, Any]:
+    """Return no keys."""
+    return {}
+
+
 @dataclass(frozen=True)
 class TinyModel:
     """A tiny model of a family.
 
     ``kind``: of transformers' classes, the name before Config and ForCausalLM.  ``sizes``: the
     configuration next to what all families share.  ``published``: keys of a published config.json that
-    transformers does not save, and SGLang reads.  ``of_options``: those of them that follow from the options.  ``vision``: of a model of text and images, which has all
+    transformers does not save, and SGLang reads.  ``of_options``: those of them that follow from the options.
+    ``vision``: of a model of text and images, which has all
     these in text_config, the keys next to that: of its vision tower, and others, which are written as they are.  ``experts``: how published files hold them, where
     transformers saves them otherwise: "together", all of a layer in one tensor, or "turned", the first axis of their
     matrices the inputs.  ``names``: what names begin with as transformers saves them -> in published files.  ``recipe_version`` is raised when the same options give other files.
@@ -69,8 +75,8 @@ class TinyModel:
     vision: Callable[[TinyOptions], dict[str, Any]] | None = None
     experts: Literal["", "together", "turned"] = ""
     names: Mapping[str, str] = field(default_factory=dict)
+    of_options: Callable[[TinyOptions], dict[str, Any]] = no_keys
     recipe_version: int = 1
-    of_options: Callable[[TinyOptions], Mapping[str, Any]] = lambda o: {}
 
 
 def shared(o: TinyOptions) -> dict[str, Any]:

@@ -40,7 +40,7 @@ class PackedMambaMixer(mamba_mixer.MambaMixer):
     def forward(
         self, hidden_states: torch.Tensor, packed_seq_params: PackedSeqParams, **_: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Mix [n, 1, hidden] of a pack; a rank's rows with sequence parallelism.  What else attention gets is unused."""
+        """Mix [n, 1, hidden], the rank's rows of a pack; what else attention gets is unused."""
         return super().forward(hidden_states, packed_seq_params=packed_seq_params)
 
     def _ssm_training(
