@@ -238,7 +238,7 @@ def serve_on_cpu() -> None:
         (
             MambaMixer2,
             "forward",
-            _mix,
+            mix,
             f"(self, *, hidden_states, {arguments})",
             "its convolution and its scan are triton kernels",
         ),
@@ -246,7 +246,7 @@ def serve_on_cpu() -> None:
         patch(owner, name, replacement, expects=expects, why=why)
 
 
-def _mix(self: Any, *, hidden_states: Any, layer_cache: Any, metadata: Any, **_: Any) -> Any:
+def mix(self: Any, *, hidden_states: Any, layer_cache: Any, metadata: Any, **_: Any) -> Any:
     """Return the output of the batch's sequences [n, hidden]; moves their states in the cache."""
     import torch
     import torch.nn.functional as F
