@@ -79,6 +79,7 @@ def read_hf_facts(path: Path | str) -> HfModelFacts:
         )
     layers = reader.integer("num_hidden_layers", 1)
     heads = reader.integer("num_attention_heads", 1)
+    _mixers(reader, layers)  # also of a model without experts
     expert_key = next((key for key in EXPERT_KEYS if reader.content.get(key)), None)
     experts = reader.integer(expert_key, 1) if expert_key else 0
     if layers * experts > _MOST_EXPERTS:
@@ -148,13 +149,7 @@ def _moe_layer_numbers(reader: _Reader, layers: int) -> tuple[int, ...]:
     mlp_layer_types in place of these.  Nemotron-H has hybrid_override_pattern, a letter for each layer.
     In other models, such as Mixtral, every layer has experts.
     """
-    mixers = reader.content.get("hybrid_override_pattern")
-    if mixers is not None:
-        if not isinstance(mixers, str) or len(mixers) != layers or not set(mixers) <= set("M*E-"):
-            raise ValueError(
-                f"{reader.file}: key hybrid_override_pattern must hold {layers} letters of M, *, E and -,"
-                f" one per layer, got {mixers!r}"
-            )
+    if mixers := _mixers(reader, layers):
         return tuple(i for i, letter in enumerate(mixers, start=1) if letter == "E")
     kinds = reader.content.get("mlp_layer_types")
     if kinds is not None:
@@ -186,6 +181,19 @@ def _moe_layer_numbers(reader: _Reader, layers: int) -> tuple[int, ...]:
         and layer_id not in dense
         and (layer_id + 1) % step == 0
     )
+
+
+def _mixers(reader: _Reader, layers: int) -> str:
+    """Return the letters of a model whose layers have one mixer each; "" of any other."""
+    mixers = reader.content.get("hybrid_override_pattern")
+    if mixers is None:
+        return ""
+    if not isinstance(mixers, str) or len(mixers) != layers or not set(mixers) <= set("M*E-"):
+        raise ValueError(
+            f"{reader.file}: key hybrid_override_pattern must hold {layers} letters of M, *, E and -,"
+            f" one per layer, got {mixers!r}"
+        )
+    return mixers
 
 
 def _eos_token_ids(reader: _Reader, generation_file: Path) -> tuple[int, ...]:

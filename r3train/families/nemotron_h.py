@@ -179,10 +179,7 @@ NEMOTRON_H = Family(
         "layers_block_type": (None, None),
     },
     alone={"context_parallel_size": "its Mamba mixers were not verified with a part of a sequence"},
-    whole_heads={
-        "num_key_value_heads": "its attention is cut between key heads",
-        "n_groups": "its Mamba mixers are cut between groups of heads",
-    },
+    whole_heads={"n_groups": "its Mamba mixers are cut between groups of heads"},
     conflicts=_conflicts,
     defaults=_DEFAULTS,
     rotary=_no_positions,

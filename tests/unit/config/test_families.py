@@ -296,6 +296,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.5
         ("glm4_moe_lite", {"mlp_layer_types": ["sparse"]}, "must hold 2 entries, one per layer"),
         ("nemotron_h", {"hybrid_override_pattern": "ME*"}, "must hold 2 letters of M, *, E and -"),
         ("nemotron_h", {"hybrid_override_pattern": "MX"}, "one per layer, got 'MX'"),
+        ("nemotron_h", {"hybrid_override_pattern": 5, "n_routed_experts": 0}, "per layer, got 5"),
         ("nemotron_h", {"hybrid_override_pattern": None}, "hybrid_override_pattern is missing"),
         ("nemotron_h", {"hybrid_override_pattern": "E-"}, "has a '-'"),
         ("nemotron_h", {"layers_block_type": ["mamba"]}, "layers_block_type is ['mamba']"),
