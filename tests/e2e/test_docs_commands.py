@@ -300,6 +300,7 @@ _THEIRS = {
         "--skip-tokenizer-init",
         "--json-model-override-args",
         "--enable-return-routed-experts",
+        "--enable-return-indexer-topk",
         "--extra-index-url",
         "--no-build-isolation",
     ),

@@ -440,11 +440,6 @@ PLANTED: dict[str, tuple[str, dict[str, Any] | Callable, str]] = {
         {"dsa_indexer_topk": TOKENS},
         "log-probs",
     ),
-    "an indexer with pairs of neighbours": (
-        "deepseek_v32 of long sequences",
-        {"dsa_indexer_rope_interleaved": True},
-        "log-probs",
-    ),
 }
 
 
@@ -494,6 +489,21 @@ def test_what_a_familys_file_corrects_shows_where_it_is_left_out(forced, tmp_pat
             "weights": error < LOG_PROB_ERROR and moved,
         }[shows], (bug, error, max(off.values()), moved)
         assert all(tensor.endswith(EXPERT_BIAS) for tensor in moved)
+
+
+def with_pairs_of_neighbours(directory: str) -> dict[str, Any]:
+    """``actors_log_probs`` with an indexer that is rotated otherwise; in a rank."""
+    with planted(read_hf_facts(directory).model_type, {"dsa_indexer_rope_interleaved": True}):
+        return actors_log_probs([directory])
+
+
+@pytest.mark.ranks
+def test_an_indexer_that_is_rotated_otherwise_chooses_other_tokens(tmp_path):
+    # where its choice is replayed it would not show
+    model = tmp_path / "model"
+    expected = make(model, "deepseek_v32 of long sequences")
+    (got,) = in_ranks(1, tmp_path / "ranks", with_pairs_of_neighbours, str(model))
+    assert np.abs(got[str(model)][0].numpy() - expected).max() > 0.1
 
 
 # -- Megatron's checkpoints ------------------------------------------------------------------------

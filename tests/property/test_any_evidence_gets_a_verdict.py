@@ -26,7 +26,13 @@ GONE = object()
 ODD = (None, True, "", "0x1", -1, 1 << 41, 10**25, 0.5, -1e300, float("nan"))
 ODD += ([], [None, -1], {}, {"1": -1}, GONE)
 # as good as there: true, 1 and null
-OPTIONAL = (("counts_tokens",), ("version",), ("expected_masks_current",), ("rows_by_class",))
+OPTIONAL = (
+    ("counts_tokens",),
+    ("version",),
+    ("expected_masks_current",),
+    ("expected_rows_implied",),
+    ("rows_by_class",),
+)
 
 
 @pytest.fixture(scope="module")
