@@ -24,13 +24,10 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import pybase64
 
-from r3train.ids import token_uids
-
 _MARK = "b8:"
 _WORD = 64
-_BLOCK_BYTES = (
-    1 << 18
-)  # of one array while ids become bits, so that it stays in the core's own cache
+# bytes of one array while ids become bits, so that it stays in the core's own cache
+_BLOCK_BYTES = 1 << 18
 
 
 def num_words(num_tokens: int) -> int:

@@ -74,8 +74,11 @@ class StagedIndexer:
         )
 
     @cached_property
-    def most_by_chance(self) -> torch.Tensor:
-        """int64[n]: p + 1 for a row at position p; K * K / (p + 1) of its K tokens are in another random choice."""
+    def num_choosable(self) -> torch.Tensor:
+        """The tokens that each row may choose, int64[n]: p + 1 at position p.
+
+        Two random choices of K of them have K * K / (p + 1) in common on average.
+        """
         return split_uids(self.uids)[1] + 1
 
 
@@ -163,7 +166,7 @@ class ReplayedCall:
         hashes = indexer_hashes(staged.uids, words_of(flags), self.evidence_layer)
         shared = (flags & own_flags).sum(1)
         equal = has & (shared == self.topk)
-        mismatch = has & (shared * staged.most_by_chance <= self.topk * self.topk)
+        mismatch = has & (shared * staged.num_choosable <= self.topk * self.topk)
         values = {
             "replay_idx_sum": has.sum() * self.topk,
             "map_sum": (sizes * has).sum(),
