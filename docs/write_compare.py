@@ -1,4 +1,4 @@
-"""Write the flags of docs/compare.md from r3train/config/peers.py; --check fails where they are stale."""
+"""Write the flags of docs/compare.md from r3train/config/peers.toml; --check fails where they are stale."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def main() -> None:
     if "--check" not in sys.argv:
         PAGE.write_text(page(text), encoding="utf-8")
     elif page(text) != text:
-        sys.exit(f"{PAGE} is not what r3train/config/peers.py says: run `make docs`")
+        sys.exit(f"{PAGE} is not what r3train/config/peers.toml says: run `make docs`")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Write docs/metrics.md from r3train/observe/metric_table.py; --check fails where it is stale."""
+"""Write docs/metrics.md from r3train/observe/metrics.toml; --check fails where it is stale."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from r3train.observe.metric_table import METRICS
 PAGE = Path(__file__).with_name("metrics.md")
 HEAD = """# Metrics
 
-<!-- Written by docs/write_metrics.py (`make docs`) from r3train/observe/metric_table.py. Do not edit. -->
+<!-- Written by docs/write_metrics.py (`make docs`) from r3train/observe/metrics.toml. Do not edit. -->
 
 Each step is one JSON object in `RUN/metrics.jsonl`, with `step`, `time` (seconds since 1970) and these keys.
 The same numbers go to TensorBoard (`RUN/tensorboard`), W&B and MLflow. `r3train report RUN` draws them.

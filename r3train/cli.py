@@ -101,9 +101,22 @@ class LazyGroup(click.Group):
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError as error:
+            from r3train.config.peers import removed
             from r3train.config.sources import closest
 
-            error.message += closest(args[0], SUBCOMMANDS)
+            error.message += removed("", args[0]) or closest(args[0], SUBCOMMANDS)
+            raise
+
+    def invoke(self, ctx: click.Context) -> object:
+        """Call a command; a flag that it had a release ago is answered with what to use instead."""
+        try:
+            return super().invoke(ctx)
+        except click.NoSuchOption as error:
+            from r3train.config.peers import removed
+
+            if instead := removed(error.option_name, ctx.invoked_subcommand or ""):
+                if not error.message.endswith(instead):  # r3train train has said it
+                    error.message, error.possibilities = f"{error.message}{instead}", None
             raise
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:

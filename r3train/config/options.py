@@ -26,7 +26,7 @@ from r3train.config.help_text import (
     sections,
     without_none,
 )
-from r3train.config.peers import PEERS
+from r3train.config.peers import PEERS, removed
 from r3train.config.recipes import recipe_names
 from r3train.config.run import RunConfig
 from r3train.config.sources import (
@@ -109,8 +109,12 @@ class TrainCommand(click.Command):
                 )
             return super().parse_args(ctx, _spread_lists(self, rest))
         except click.UsageError as error:
-            peer = PEERS.get((getattr(error, "option_name", None) or "")[2:].replace("-", "_"))
-            if isinstance(error, click.NoSuchOption) and peer is not None:
+            name = getattr(error, "option_name", None) or ""
+            peer = PEERS.get(name[2:].replace("-", "_"))
+            instead = removed(name, ctx.info_name or "")
+            if isinstance(error, click.NoSuchOption) and instead:
+                error.message, error.possibilities = f"{error.message}{instead}", None
+            elif isinstance(error, click.NoSuchOption) and peer is not None:
                 error.message, error.possibilities = f"{error.message} Here it is {peer}.", None
             elif isinstance(error, click.NoSuchOption) and (
                 short := [word for word in args if re.fullmatch(r"-[a-z][\w-]+(=.*)?", word)]

@@ -1,153 +1,37 @@
-"""Settings of other frameworks by the names that they have there, and here.
+"""Settings of other frameworks by the names that they have there (peers.toml), and settings that were removed.
 
-Messages answer with them, and docs/compare.md is written from them (docs/write_compare.py).  A name that means
-the same here and there needs no row.
+Messages answer with them, and docs/compare.md is written from them (docs/write_compare.py).
 """
 
 from __future__ import annotations
 
-SAME_KEY = "the checkpoint's config.json, under hf_checkpoint"
+import tomllib
+from collections import defaultdict
+from importlib.resources import files
+
+
+def _table(name: str) -> dict[str, dict[str, str]]:
+    return tomllib.loads(files("r3train.config").joinpath(name).read_text(encoding="utf-8"))
+
+
 # framework -> {its setting: ours, fields as words with underscores}
-FRAMEWORKS = {
-    "slime and miles": {
-        "actor_num_gpus_per_node": "r3train train --nproc-per-node",
-        "actor_num_nodes": "r3train train --nnodes",
-        "balance_data": "always on",
-        "buffer_filter_path": "rollout_filter, stale_policy",
-        "calculate_per_token_loss": "loss_aggregation token-mean",
-        "ckpt_step": "load with the directory of one checkpoint",
-        "custom_advantage_function_path": "advantage_estimator",
-        "custom_generate_function_path": "environment",
-        "custom_loss_function_path": "policy_loss",
-        "debug_train_only": "replay_rollouts",
-        "disable_grpo_std_normalization": "grpo_std_normalization off",
-        "dump_details": "dump_rollouts",
-        "dynamic_sampling_filter_path": "rollout_filter",
-        "eval_config": "tables [[eval.datasets]] in the TOML file",
-        "freeze_params_name_list": "freeze_params",
-        "fully_async": "max_weight_staleness, over_sampling_batch_size",
-        "load_debug_rollout_data": "replay_rollouts",
-        "log_passrate": "always on",
-        "memory_snapshot_dir": "record_memory_history",
-        "mfu_peak_tflops": "peak_tflops",
-        "num_epoch": "num_rollout",
-        "num_gpus_per_node": "r3train train --nproc-per-node",
-        "num_steps_per_rollout": "global_batch_size",
-        "offload": "colocate",
-        "offload_rollout": "colocate",
-        "offload_train": "colocate",
-        "partial_rollout": "pause_generation_mode",
-        "rollout_external": "rollout_external_engine_addrs",
-        "rollout_function_path": "environment",
-        "rollout_health_check_timeout": "engine_health_timeout_s",
-        "rollout_num_gpus": "rollout_num_engines, sglang_tp_size",
-        "rollout_num_gpus_per_engine": "sglang_tp_size",
-        "save_debug_rollout_data": "dump_rollouts",
-        "update_weight_transport": "update_weight_transfer_mode",
-        "update_weights_interval": "max_weight_staleness",
-        "use_dynamic_batch_size": "max_tokens_per_gpu",
-        "use_fault_tolerance": "max_engine_restarts",
-        "use_kl_loss": "kl_loss_coef above 0",
-        "use_opsm": "opsm_delta",
-        "use_rollout_logprobs": "ratio_anchor rollout",
-        "wandb_key": "the variable WANDB_API_KEY",
-    },
-    "verl": {
-        "actor_rollout_ref.actor.clip_ratio": "eps_clip",
-        "actor_rollout_ref.actor.clip_ratio_low": "eps_clip",
-        "actor_rollout_ref.actor.clip_ratio_high": "eps_clip_high",
-        "actor_rollout_ref.actor.clip_ratio_c": "eps_clip_c",
-        "actor_rollout_ref.actor.entropy_coeff": "entropy_coef",
-        "actor_rollout_ref.actor.loss_agg_mode": "loss_aggregation",
-        "actor_rollout_ref.actor.policy_loss.loss_mode": "policy_loss",
-        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": "max_tokens_per_gpu",
-        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": "max_tokens_per_gpu",
-        "actor_rollout_ref.actor.ppo_mini_batch_size": "global_batch_size, which counts samples, not prompts",
-        "actor_rollout_ref.actor.router_replay.mode": "use_rollout_routing_replay (R3), use_routing_replay (R2)",
-        "actor_rollout_ref.actor.use_dynamic_bsz": "max_tokens_per_gpu",
-        "actor_rollout_ref.model.path": "hf_checkpoint",
-        "actor_rollout_ref.rollout.gpu_memory_utilization": "sglang_mem_fraction_static",
-        "actor_rollout_ref.rollout.n": "n_samples_per_prompt",
-        "actor_rollout_ref.rollout.tensor_model_parallel_size": "sglang_tp_size",
-        "actor_rollout_ref.rollout.temperature": "rollout_temperature",
-        "actor_rollout_ref.rollout.top_k": "rollout_top_k",
-        "actor_rollout_ref.rollout.top_p": "rollout_top_p",
-        "algorithm.adv_estimator": "advantage_estimator",
-        "algorithm.norm_adv_by_std_in_grpo": "grpo_std_normalization",
-        "algorithm.use_kl_in_reward": "kl_coef above 0",
-        "data.max_prompt_length": "rollout_max_prompt_len",
-        "data.max_response_length": "rollout_max_response_len",
-        "data.prompt_key": "input_key",
-        "data.train_batch_size": "rollout_batch_size",
-        "data.train_files": "prompt_data",
-        "data.val_files": "eval_prompt_data",
-        "reward.custom_reward_function.path": "custom_rm_path",
-        "trainer.default_local_dir": "save",
-        "trainer.experiment_name": "run_name",
-        "trainer.logger": "tensorboard, use_wandb, use_mlflow",
-        "trainer.n_gpus_per_node": "r3train train --nproc-per-node",
-        "trainer.nnodes": "r3train train --nnodes",
-        "trainer.project_name": "wandb_project, mlflow_experiment_name",
-        "trainer.resume_mode": "auto_resume, load",
-        "trainer.save_freq": "save_interval",
-        "trainer.test_freq": "eval_interval",
-        "trainer.total_epochs": "num_rollout",
-        "trainer.total_training_steps": "num_rollout",
-        "trainer.val_before_train": "skip_eval_before_train, the reverse",
-    },
-    "Megatron-LM": {
-        "data_path": "prompt_data",
-        "finetune": "load_model_only",
-        "hidden_size": SAME_KEY,
-        "micro_batch_size": "max_tokens_per_gpu",
-        "moe_enable_routing_replay": "use_rollout_routing_replay",
-        "moe_router_topk": SAME_KEY,
-        "num_experts": SAME_KEY,
-        "num_layers": SAME_KEY,
-        "num_layers_per_virtual_pipeline_stage": "virtual_pipeline_model_parallel_size",
-        "profile": "use_pytorch_profiler",
-        "recompute_activations": "recompute_granularity selective",
-        "seq_length": "rollout_max_context_len",
-        "tensorboard_dir": "run_dir",
-        "tokenizer_model": "hf_checkpoint",
-        "train_iters": "num_rollout",
-        "transformer_impl": "attention_backend",
-        "use_flash_attn": "attention_backend",
-        "wandb_exp_name": "run_name",
-    },
-    "TRL": {
-        "beta": "kl_loss_coef",
-        "epsilon": "eps_clip",
-        "epsilon_high": "eps_clip_high",
-        "learning_rate": "lr",
-        "max_completion_length": "rollout_max_response_len",
-        "max_prompt_length": "rollout_max_prompt_len",
-        "max_steps": "num_rollout",
-        "model_name_or_path": "hf_checkpoint",
-        "num_generations": "n_samples_per_prompt",
-        "num_train_epochs": "num_rollout",
-        "output_dir": "run_dir for the run's files, save for checkpoints",
-        "per_device_train_batch_size": "rollout_batch_size, max_tokens_per_gpu",
-        "report_to": "tensorboard, use_wandb, use_mlflow",
-        "resume_from_checkpoint": "load",
-        "reward_funcs": "rm_type, custom_rm_path",
-        "save_steps": "save_interval",
-        "scale_rewards": "grpo_std_normalization",
-    },
-}
-# words that several have, or that people try first
-_TRIED = {
-    "data": "prompt_data",
-    "model": "hf_checkpoint",
-    "model.path": "hf_checkpoint",
-    "num_epochs": "num_rollout",
-    "resume": "auto_resume",
-    "rollout.n": "n_samples_per_prompt",
-    "tp": "tensor_model_parallel_size",
-}
+FRAMEWORKS = _table("peers.toml")
+_TRIED = FRAMEWORKS.pop("tried")
 _WHOLE = {name: here for names in FRAMEWORKS.values() for name, here in names.items()}
 # without its tables a name may be a flag, or end a longer one: train_files.  One of two meanings (path) is left out
-_MEANINGS = {n.rpartition(".")[2]: set() for n in _WHOLE}
+_MEANINGS = defaultdict(set)
 for _name, _here in _WHOLE.items():
     _MEANINGS[_name.rpartition(".")[2]].add(_here)
 PEERS = _TRIED | _WHOLE | {short: here.pop() for short, here in _MEANINGS.items() if len(here) == 1}
+# what r3train had a release ago -> what to use instead
+_REMOVED = _table("removed.toml")
+
+
+def removed(name: str, command: str = "") -> str:
+    """Return what to use in place of a setting, a command or a flag of a command that was removed.
+
+    "" for a name that never was, or is still there.
+    """
+    word = name.removeprefix("--").replace("-", "_")
+    here = _REMOVED["settings"].get(word) or _REMOVED["commands"].get(f"{command} {name}".strip())
+    return f" It was removed in this release. {here}" if here else ""

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from r3train.config.files import MAX_TOML_BYTES, parse_toml
-from r3train.config.peers import PEERS
+from r3train.config.peers import PEERS, removed
 
 if TYPE_CHECKING:
     from r3train.config.run import RunConfig
@@ -99,8 +99,10 @@ def places(config: type[RunConfig]) -> dict[str, Place]:
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return " Did you mean X?" for the known name nearest to ``name``, or an empty text.
 
-    A peer's name is answered with ours: " Here it is X."
+    A peer's name is answered with ours: " Here it is X."; that of a setting that was removed with what to use instead.
     """
+    if instead := removed(name):
+        return instead
     if name in PEERS:
         return f" Here it is {PEERS[name]}."
     return closest(name, known)

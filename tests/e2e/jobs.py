@@ -37,7 +37,7 @@ class Job:
         found = (self.run_dir / "metrics.jsonl").read_text().splitlines()
         lines = [json.loads(line) for line in found]
         unnamed = {key for line in lines for key in line if row_of(key) is None}
-        assert not unnamed - {"step", "time"}, f"not in r3train/observe/metric_table.py: {unnamed}"
+        assert not unnamed - {"step", "time"}, f"not in r3train/observe/metrics.toml: {unnamed}"
         return lines
 
     def logs(self) -> str:
