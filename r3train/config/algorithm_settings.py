@@ -30,8 +30,12 @@ Rejection = Literal[
 ]
 
 # settings that --loss-type sft reads; every other one of the learning rule has no effect with it
-_OF_SFT = (
-    *("loss_type", "mask_truncated", "loss_aggregation", "kl_loss_coef", "kl_loss_type"),
+_SFT_SETTINGS = (
+    "loss_type",
+    "mask_truncated",
+    "loss_aggregation",
+    "kl_loss_coef",
+    "kl_loss_type",
     "entropy_coef",
 )
 
@@ -69,7 +73,7 @@ class AlgorithmSection(Section):
 
     title: ClassVar[str] = "Algorithm"
     every_field: ClassVar[tuple[Requirement, ...]] = (
-        excludes("loss_type = sft: it has no reward and no ratio", but=_OF_SFT),
+        excludes("loss_type = sft: it has no reward and no ratio", but=_SFT_SETTINGS),
     )
 
     loss_type: Annotated[

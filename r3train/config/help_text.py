@@ -20,14 +20,14 @@ from r3train.config.peers import PEERS
 from r3train.config.sources import FILE_FIELD, ConfigError, Place, flag_name, nearest, places
 
 # settings of ``--help``; the others are in its sections
-MOST_USED = (
-    *("hf_checkpoint", "prompt_data", "input_key", "label_key", "apply_chat_template"),
-    *("rm_type", "custom_rm_path", "num_rollout", "rollout_batch_size", "n_samples_per_prompt"),
-    *("rollout_max_response_len", "max_weight_staleness", "colocate", "advantage_estimator", "lr"),
-    *("kl_loss_coef", "lora_rank", "tensor_model_parallel_size", "pipeline_model_parallel_size"),
-    *("context_parallel_size", "expert_model_parallel_size", "max_tokens_per_gpu"),
-    *("use_rollout_routing_replay", "enable_r3_correctness_check"),
-    *("eval_prompt_data", "eval_interval", "save", "save_interval", "auto_resume", "dry_run"),
+MOST_USED = tuple(
+    """
+    hf_checkpoint prompt_data input_key label_key apply_chat_template rm_type custom_rm_path num_rollout
+    rollout_batch_size n_samples_per_prompt rollout_max_response_len max_weight_staleness colocate
+    advantage_estimator lr kl_loss_coef lora_rank tensor_model_parallel_size pipeline_model_parallel_size
+    context_parallel_size expert_model_parallel_size max_tokens_per_gpu use_rollout_routing_replay
+    enable_r3_correctness_check eval_prompt_data eval_interval save save_interval auto_resume dry_run
+    """.split()
 )
 # the section of settings for tests, which are in the tables of other sections
 HOOKS = "hooks"

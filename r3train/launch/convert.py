@@ -23,18 +23,20 @@ from r3train.trainer.megatron.saved_state import (
 
 # the topology of one process, on the device that is here; the checkpoint's own needs the ranks and
 # the device of its run
-_ONE_RANK = (
-    *("--tensor-model-parallel-size", "1", "--pipeline-model-parallel-size", "1"),
-    *("--virtual-pipeline-model-parallel-size", "none", "--context-parallel-size", "1"),
-    *("--expert-model-parallel-size", "1", "--expert-tensor-parallel-size", "1"),
-    *("--decoder-first-pipeline-num-layers", "none", "--decoder-last-pipeline-num-layers", "none"),
-    *("--pipeline-model-parallel-layout", "none", "--no-sequence-parallel"),
-    *("--distributed-backend", "auto", "--attention-backend", "auto"),
+_ONE_RANK = tuple(
+    """
+    --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --virtual-pipeline-model-parallel-size none
+    --context-parallel-size 1 --expert-model-parallel-size 1 --expert-tensor-parallel-size 1
+    --decoder-first-pipeline-num-layers none --decoder-last-pipeline-num-layers none
+    --pipeline-model-parallel-layout none --no-sequence-parallel
+    --distributed-backend auto --attention-backend auto
+    """.split()
 )
 # a checkpoint of somebody else's may name code; weights need neither a loss nor a reward
-_NO_CODE = (
-    *("--policy-loss", "ppo", "--advantage-estimator", "grpo", "--environment", "none"),
-    *("--rm-type", "none", "--custom-rm-path", "none"),
+_NO_CODE = tuple(
+    """
+    --policy-loss ppo --advantage-estimator grpo --environment none --rm-type none --custom-rm-path none
+    """.split()
 )
 
 

@@ -29,9 +29,8 @@ if TYPE_CHECKING:
 _UNUSED = ("--num-rollout", "1", "--rollout-batch-size", "1", "--prompt-data", "none")
 # what is evaluated is the checkpoint, whatever the recipe trains.  Another job may hold the recipe's
 # directory of checkpoints.  Nothing starts a server again: its end is the evaluation's
-_OVERRIDDEN = (
-    *("--no-use-rollout-routing-replay", "--lora-serving", "merged"),
-    *("--save", "none", "--max-engine-restarts", "0"),
+_OVERRIDDEN = tuple(
+    "--no-use-rollout-routing-replay --lora-serving merged --save none --max-engine-restarts 0".split()
 )
 
 

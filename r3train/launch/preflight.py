@@ -461,7 +461,13 @@ def preflight_evaluation(config: RunConfig) -> Job:
     prompts = [prompt for each in data for prompt in each.prompts]
     warnings = tuple(_reward_warnings(each.reward for each in data))
     return Job(
-        *(config, hf, prompts, tokenizer, data[0].reward, data[0].prompt_file, warnings),
+        config,
+        hf,
+        prompts,
+        tokenizer,
+        reward=data[0].reward,
+        prompt_file=data[0].prompt_file,
+        warnings=warnings,
         eval_data=data,
     )
 

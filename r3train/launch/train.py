@@ -143,8 +143,7 @@ def run(job: Job, rank: int, run_dir: Path | None, servers: Sequence[SGLangServe
                         parts.callback(topology.shutdown)
                         words.run_dir = open_run_dir(config, run_dir, broadcast_json)
                         words.log = setup_logging(
-                            *(words.run_dir, rank, config.run.log_level),
-                            in_parts=config.sums_evidence,
+                            words.run_dir, rank, config.run.log_level, in_parts=config.sums_evidence
                         )
                     train(job, device, rank, words.run_dir, display, stop, parts, servers)
                 except (Exception, SystemExit) as error:  # the user's code may call sys.exit(0)

@@ -25,6 +25,7 @@ hold before rollout n+1 trains.  Only rank 0 holds the engines, the display and 
 from __future__ import annotations
 
 from dataclasses import dataclass, InitVar, KW_ONLY
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -94,12 +95,27 @@ class AsyncLoop:
             self._turns = Colocated(config, actor, fleet, self._recovery)
         self._canaries = None
         if config.canaries:
-            of_run = (config, hf, actor, self._topologies, rank_zero, self.evidence)
-            self._canaries = Canaries(*of_run, resumed=self.resumed)
+            self._canaries = Canaries(
+                config=config,
+                hf=hf,
+                actor=actor,
+                topologies=self._topologies,
+                rank_zero=rank_zero,
+                evidence=self.evidence,
+                resumed=self.resumed,
+            )
             run_state.keep_more = self._canaries.keep
         self._update = WeightUpdate(
-            *(config, hf, actor, rank_zero, self._turns, self._recovery),
-            *(run_state, self.stage, self._topologies, self._canaries),
+            config=config,
+            hf=hf,
+            actor=actor,
+            rank_zero=rank_zero,
+            turns=self._turns,
+            recovery=self._recovery,
+            run_state=run_state,
+            stage=self.stage,
+            topologies=self._topologies,
+            canaries=self._canaries,
         )
         plant = planted_in_routes(plant, routes) if plant is not None else None
         self._intake = Intake(
@@ -147,10 +163,8 @@ class AsyncLoop:
                 return rollout_id
             with clock.phase("train"):
                 trained, verdict, metrics = self._train(rollout_id, taken)
-                settle(
-                    *(rollout_id, trained, verdict, run_state),
-                    report=lambda: self._report(rollout_id, metrics),
-                )
+                report = partial(self._report, rollout_id, metrics)
+                settle(rollout_id, trained, verdict, run_state, report)
             with clock.phase("eval_wait"):
                 self._end_evaluation()
             stopping, is_last = run_state.agree_on_stop(), rollout_id + 1 == num_rollout

@@ -104,12 +104,21 @@ def prepare(
         )
         steps.append(dealt)
         counts.append(len(built[0]))
-        for all_steps, own in zip(microbatches, built, strict=True):
-            all_steps += own
+        for rank_microbatches, step_microbatches in zip(microbatches, built, strict=True):
+            rank_microbatches += step_microbatches
     expectation = None
     if config.r3_check_enabled:
-        of_run = (config, hf, topologies, passes)
-        expectation = partial(step_expectation, rollout_id, samples, steps, sum(counts), *of_run)
+        expectation = partial(
+            step_expectation,
+            rollout_id,
+            samples,
+            steps,
+            num_microbatches=sum(counts),
+            config=config,
+            hf=hf,
+            topologies=topologies,
+            passes=passes,
+        )
     return Prepared(samples, steps, microbatches, counts, expectation)
 
 
@@ -300,12 +309,13 @@ def step_expectation(
     rollout_id: int,
     samples: Sequence[TrainSample],
     steps: Sequence[StepSamples],
+    recorded: Recorded,
+    *,
     num_microbatches: int,
     config: RunConfig,
     hf: HfModelFacts,
     topologies: Sequence[RankTopology],
     passes: tuple[str, ...],
-    recorded: Recorded,
 ) -> StepExpectation:
     """The totals that a rollout's evidence must match, from the bytes that the engine sent.
 

@@ -207,8 +207,15 @@ def test_rows_are_counted_under_the_weights_that_are_known_to_have_computed_them
         **{"use_rollout_routing_replay": True, "enable_r3_correctness_check": True, **settings},
     )
     expected = step_expectation(
-        *(4, [replace(one, sample=given)], [], 1, made, HF, [RankTopology()], ("train",)),
+        4,
+        [replace(one, sample=given)],
+        [],
         Recorded(1, HF.moe_layer_numbers),
+        num_microbatches=1,
+        config=made,
+        hf=HF,
+        topologies=[RankTopology()],
+        passes=("train",),
     )
     # the row before a sampled token is of its weights whatever the cache was
     of_prompt = {**prompt["prefilled"], 4: prompt["prefilled"].get(4, 0) + 1}
