@@ -158,12 +158,6 @@ RULES = (
         "tests/e2e/test_slurm.py::test_the_regression_job_passes_and_its_exit_code_says_so",
     ),
     Rule(
-        r"r3train verify --from ",
-        Kind.ELSEWHERE,
-        "needs a run that dumped rollouts",
-        "tests/e2e/test_debug_modes.py::test_topologies_train_the_recording_as_one_rank_does",
-    ),
-    Rule(
         r"python -m sglang\.launch_server |r3train train .*--opd-teacher-url ",
         Kind.ELSEWHERE,
         "needs a teacher of the user's",
