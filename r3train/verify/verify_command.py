@@ -37,7 +37,6 @@ def verify_command(
     from r3train.verify import verify_report
     from r3train.verify.verifier import Verification, Verifier
     from r3train.verify.mutations import planted_by
-    from r3train.verify.session_bugs import verify_sessions
     from r3train.verify.topologies import TOPOLOGIES
 
     unknown = [n for n in names if n not in TOPOLOGIES]
@@ -65,8 +64,6 @@ def verify_command(
             )
             planted = planted_by("") if mutations and not use_bf16 else []
             results.append(verifier.verify(chosen, planted))
-            if planted:
-                results[-1].mutations += verify_sessions()
         verify_report.print_report(results[-1], console)
     console.print(f"{time.monotonic() - started:.0f} s")
     if json_file:

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from r3train.verify.verifier import MutationResult, TopologyResult, Verification
+from r3train.verify.verifier import TopologyResult, Verification
 from r3train.verify.compare_outcomes import PHASE_NAMES
 
 _COLOURS = {"failed": "red", "survived": "red", "not run": "yellow"}
@@ -50,9 +50,6 @@ def mutation_rows(v: Verification) -> list[list[str]]:
         if m.phase is not None:
             must_fail = f"{m.phase} {PHASE_NAMES[m.phase]}"
             factor = "exact" if math.isinf(m.factor) else f"{m.factor:.1g}x"
-        if m.fails:
-            must_fail, factor = m.fails, "exact"
-            caught_by = m.fails if m.ok else ""
         if m.detail.startswith("refused"):
             caught_by = "an error"
         rows.append([m.name, m.topology, m.status, must_fail, factor, caught_by])
