@@ -118,10 +118,10 @@ def diagnose(
     if rendezvous and os.environ.get("RANK") is None:
         yield from machine.check_port("MASTER_PORT", "127.0.0.1", rendezvous)
     if config is None:
-        yield from patches.findings(each=True)
+        yield from patches.findings()
         return
     yield from _of_config(config, node)
-    yield from patches.findings(each=False)
+    yield from patches.findings()
 
 
 def _of_config(config: RunConfig, node: Node) -> Findings:
