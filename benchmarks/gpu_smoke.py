@@ -73,12 +73,6 @@ STEPS = (
         "python -m pytest tests/gpu/test_routing_on_gpu.py",
         "replay, filling and fingerprints on the device, without waiting for it",
     ),
-    Step(
-        "engines",
-        f"r3train doctor {_TOY} --probe",
-        "log-probs and routes under Transformer Engine and SGLang's kernels, against Hugging Face's",
-        2,
-    ),
     _job("job", "", "weights reach the server bit for bit, and every step is proved", 2),
     Step(
         "evidence",

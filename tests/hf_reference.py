@@ -18,10 +18,10 @@ from safetensors.torch import load_file
 
 from r3train.config.hf_facts import read_hf_facts
 from r3train.cpu.torchvision_stub import declare_torchvision_ops
-from r3train.doctor.reference import model_class
 from r3train.families import FAMILIES
 from r3train.hf_checkpoint import is_trained, read_transformers_config
 from r3train.verify.tiny import save_weights
+from tests.published import model_class
 
 
 class HfReference:

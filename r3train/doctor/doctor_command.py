@@ -7,13 +7,12 @@ import os
 import sys
 from contextlib import suppress
 from dataclasses import asdict
-from itertools import chain
 
 import click
 
 from r3train.config import RunConfig
 from r3train.config.sources import printable
-from r3train.doctor.finding import FACT, OK, PROBLEM, WARNING, Finding, Findings, warning
+from r3train.doctor.finding import FACT, OK, PROBLEM, WARNING, Finding, Findings
 from r3train.doctor.machine import Node
 from r3train.launch.gpus import gpus_here
 
@@ -40,16 +39,12 @@ _STYLE = {OK: "green", FACT: "cyan", WARNING: "yellow", PROBLEM: "red"}
     multiple=True,
     help="A port the run will listen on.",
 )
-@click.option(
-    "--probe", is_flag=True, help="Start a server and an actor and compare them (minutes)."
-)
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED)
 def doctor(
     world_size: int | None,
     nproc_per_node: int | None,
     ports: tuple[int, ...],
-    probe: bool,
     as_json: bool,
     flags: tuple[str, ...],
 ) -> None:
@@ -62,15 +57,13 @@ def doctor(
     config = parse_train_flags(flags, prog_name="doctor") if flags else None
     if world_size is None:
         world_size = 1 if config is None else config.run.world_size or config.parallel.fewest_ranks
-    if probe and config is None:
-        raise click.UsageError("--probe needs a configuration: --config FILE.toml")
     if nproc_per_node is not None and nproc_per_node > world_size:
         raise click.UsageError(
             f"--nproc-per-node (LOCAL_WORLD_SIZE) {nproc_per_node} is more than --world-size "
             f"(WORLD_SIZE) {world_size}, the ranks in all"
         )
     findings: list[Finding] = []
-    for finding in diagnose(config, world_size, ports, nproc_per_node=nproc_per_node, probe=probe):
+    for finding in diagnose(config, world_size, ports, nproc_per_node=nproc_per_node):
         findings.append(finding)
         if not as_json:
             _show(finding)
@@ -97,7 +90,6 @@ def diagnose(
     ports: tuple[int, ...] = (),
     *,
     nproc_per_node: int | None = None,
-    probe: bool = False,
 ) -> Findings:
     """Yield all findings, cheap ones first; without a configuration those of the machine only.
 
@@ -126,18 +118,10 @@ def diagnose(
     if rendezvous and os.environ.get("RANK") is None:
         yield from machine.check_port("MASTER_PORT", "127.0.0.1", rendezvous)
     if config is None:
-        yield from patches.findings(each=True)
+        yield from patches.findings()
         return
-    failed = False
-    for finding in chain(_of_config(config, node), patches.findings(each=False)):
-        failed |= finding.level == PROBLEM
-        yield finding
-    if probe and failed:
-        yield warning("probe", "not run: the problems above come first", "solve them, run it again")
-    elif probe:
-        from r3train.doctor.probe import probe_engines
-
-        yield from probe_engines(config, gpu_bytes)
+    yield from _of_config(config, node)
+    yield from patches.findings()
 
 
 def _of_config(config: RunConfig, node: Node) -> Findings:

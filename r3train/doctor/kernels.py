@@ -184,7 +184,7 @@ def check_warm_up(
     base = environ.get(_CACHE_BASE) or environ.get("HOME", "~")
     text = (
         f"flashinfer has no compiled kernels here ({' or '.join(_COMPILED)}): the first server compiles them"
-        f" for minutes, into {base}/.cache/flashinfer; r3train doctor --probe does it before a run"
+        f" for minutes, into {base}/.cache/flashinfer"
     )
     if num_nodes == 1 or _CACHE_BASE in environ:
         yield fact("flashinfer", text)

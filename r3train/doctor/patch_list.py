@@ -34,23 +34,21 @@ class PatchList:
             for who in _MAKERS
         }
 
-    def findings(self, *, each: bool) -> Findings:
-        """Yield a line for each change, or the number of those that fit; always those that do not."""
+    def findings(self) -> Findings:
+        """Yield a line for each change that does not fit, and the number of those that do."""
+        num_applied = 0
         for who, process in self._processes.items():
             out, errors = process.communicate()
             if process.returncode:
                 last = (errors.strip().splitlines() or [f"exit code {process.returncode}"])[-1]
                 yield problem("patches", f"those of {who} cannot be made: {last}", _REMEDY)
                 continue
-            patches = json.loads(out)
-            for place, why, wrong in patches:
+            for place, why, wrong in json.loads(out):
                 if wrong:
                     yield problem("patch", f"{place}: {wrong} ({why})", _REMEDY)
-                elif each:
-                    yield ok("patch", f"{place}: {why}")
-            fit = sum(not wrong for _, _, wrong in patches)
-            if not each:
-                yield ok("patches", f"{fit} of {who} meet what they replace")
+                else:
+                    num_applied += 1
+        yield ok("patches", f"{num_applied} apply")
 
 
 def of_ranks() -> None:

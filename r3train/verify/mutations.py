@@ -46,7 +46,6 @@ class Mutation:
     """A named bug; ``phase`` None means that nothing may fail (a null mutation).
 
     module: where it is registered.  caught_by: the test file that plants it, of a bug without a topology.
-    fails: custody or the claim that must fail, of a bug of agents' sessions.
     spoil: changes the routes of all samples in place, a list of [T-1, L, K].  decoy_pass: a
     forward-only pass over another rollout runs first.  overrides: TransformerConfig fields.
     expect_error: part of the message of the error that is the catch.
@@ -58,7 +57,6 @@ class Mutation:
     topology: str | None = None
     phase: int | None = None
     caught_by: str = ""
-    fails: str = ""
     patch: Patch = lambda config, hf: nullcontext()
     spoil: Callable[[list[np.ndarray], HfModelFacts], None] | None = None
     decoy_pass: bool = False

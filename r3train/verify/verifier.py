@@ -76,10 +76,7 @@ class TopologyResult:
 
 @dataclass
 class MutationResult:
-    """The verdict on a planted bug: the phases that caught it, and the factor in the one it names.
-
-    fails: in a session of an agent, custody or the claim that must fail in the place of a phase.
-    """
+    """The verdict on a planted bug: the phases that caught it, and the factor in the one it names."""
 
     name: str
     claim: str
@@ -90,7 +87,6 @@ class MutationResult:
     factor: float = 0.0
     detail: str = ""
     evidence: str = ""  # check-evidence's verdict on it; empty where the bug ended in an error
-    fails: str = ""
 
     @property
     def ok(self) -> bool:

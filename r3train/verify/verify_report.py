@@ -1,8 +1,7 @@
-"""Show a verification: tables in the terminal, JSON, a self-contained HTML page, Markdown."""
+"""Show a verification: tables in the terminal, or JSON."""
 
 from __future__ import annotations
 
-import io
 import json
 import math
 from dataclasses import asdict
@@ -11,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from r3train.verify.verifier import MutationResult, TopologyResult, Verification
+from r3train.verify.verifier import TopologyResult, Verification
 from r3train.verify.compare_outcomes import PHASE_NAMES
 
 _COLOURS = {"failed": "red", "survived": "red", "not run": "yellow"}
@@ -51,9 +50,6 @@ def mutation_rows(v: Verification) -> list[list[str]]:
         if m.phase is not None:
             must_fail = f"{m.phase} {PHASE_NAMES[m.phase]}"
             factor = "exact" if math.isinf(m.factor) else f"{m.factor:.1g}x"
-        if m.fails:
-            must_fail, factor = m.fails, "exact"
-            caught_by = m.fails if m.ok else ""
         if m.detail.startswith("refused"):
             caught_by = "an error"
         rows.append([m.name, m.topology, m.status, must_fail, factor, caught_by])
@@ -123,68 +119,3 @@ def to_json(v: Verification) -> str:
         return [plain(x) for x in value] if isinstance(value, list) else value
 
     return json.dumps(plain({"ok": v.ok, **asdict(v)}), indent=1) + "\n"
-
-
-def to_html(v: Verification) -> str:
-    """The terminal's tables as a page that needs nothing next to it."""
-    console = Console(record=True, file=io.StringIO(), width=160)
-    print_report(v, console)
-    return console.export_html(inline_styles=True)
-
-
-def to_markdown(verifications: list[Verification]) -> str:
-    """docs/internals/verification.md."""
-    out = [_DOC_HEAD]
-    for v in verifications:
-        out += [f"## {v.dtype}", threshold_line(v) + ".", verdict(v) + ".", ""]
-        out += _markdown_table(TOPOLOGY_HEADER, topology_rows(v))
-        if v.mutations:
-            rows = [[*r, m.claim] for r, m in zip(mutation_rows(v), v.mutations, strict=True)]
-            out += ["", "### Planted bugs", ""]
-            out += _markdown_table([*MUTATION_HEADER, "the bug"], rows)
-        out.append("")
-    return "\n".join(out).rstrip() + "\n"
-
-
-def _markdown_table(header: list[str], rows: list[list[str]]) -> list[str]:
-    lines = [f"| {' | '.join(cells)} |" for cells in [header, *rows]]
-    return [lines[0], "|" + "---|" * len(header), *lines[1:]]
-
-
-_DOC_HEAD = """<!-- written by: python -m tests.oracle.verify_planted --mutations --bf16 --write-docs; do not edit -->
-
-# Verification of replay
-
-One small batch with *given* routes, sampled from another router so that native routing would show, is
-run through the production actor in every topology, dealt, packed and scattered by the functions of the
-training loop. Each run is held against two oracles: (a) the same actor at world size 1, (b) a
-plain-PyTorch transformer in float64 that is told its routes and shares no code with the actor. The table
-shows the larger of the two errors, and how far below its threshold it is.
-
-| phase | compared, by sample and position, layer and Hugging Face name |
-|---|---|
-| routes | the experts dispatched, as sets, in the old-log-prob pass, the train forward and every recomputation; every row routed exactly once |
-| forward | router logits, gate probabilities, block outputs, log-probs: relative L2, largest over layers |
-| loss | the token count exactly, the sum of each term |
-| gradients | unsharded main gradients of every parameter and the norm |
-| deltas | what two steps of AdamW and of SGD do to every parameter |
-| export | the tensors sent to the engine, bit for bit |
-
-A threshold is ten times the noise measured in the same run (microbatches permuted; float32 against
-float64), and at most 1e-5 forward, 1e-6 loss, 1e-4 gradients, 1e-3 deltas. *routes sent* is the largest
-share of the batch's routes that any rank is sent. A planted bug must miss the threshold of the phase
-it names by ten times. The learning rule's settings are held in whole jobs, and their bugs planted there:
-`tests/oracle/test_algorithm.py`; LoRA by `pytest -m '' tests/oracle/test_lora.py`, see [adapters.md](adapters.md).
-
-Bugs of topology *session* are planted in the session of an agent, whose model is arithmetic: custody or the claim
-*recheck* must say them ([r3.md](../r3.md)).
-
-    r3train verify --topology tp2ep2 --topology cp2     # these
-    r3train verify --from RUN --ci                      # with a rollout that a run of yours dumped
-    r3train verify --mutations                          # all, and the bugs of --plant-bug that replay can show
-
-With the bugs of tests/oracle/planted.py too, in a checkout:
-
-    python -m tests.oracle.verify_planted --ci --mutations                  # what continuous integration runs
-    python -m tests.oracle.verify_planted --mutations --bf16 --write-docs   # everything, and this page
-"""

@@ -23,7 +23,6 @@ class Kind(Enum):
     DRY = "run with --dry-run, without torchrun; with two rollouts in the slow tests"
     PLAN = "run with --dry-run on a checkpoint of the model's shape without weights: it needs GPUs"
     NODES = "likewise in the slow tests, by as many torchruns here as it names nodes"
-    SLOW = "run as it is in the slow tests"
     LONG = "run as it is, in a copy of the checkout, by make test-long"
     RESOLVED = "resolved by pip there, without what is compiled against CUDA; nothing is installed"
     SERVE = "run in the slow tests until it answers, then ended"
@@ -159,12 +158,6 @@ RULES = (
         "tests/e2e/test_slurm.py::test_the_regression_job_passes_and_its_exit_code_says_so",
     ),
     Rule(
-        r"r3train verify --from ",
-        Kind.ELSEWHERE,
-        "needs a run that dumped rollouts",
-        "tests/e2e/test_debug_modes.py::test_topologies_train_the_recording_as_one_rank_does",
-    ),
-    Rule(
         r"python -m sglang\.launch_server |r3train train .*--opd-teacher-url ",
         Kind.ELSEWHERE,
         "needs a teacher of the user's",
@@ -193,7 +186,6 @@ RULES = (
         "has a test of what it writes",
         "tests/unit/launch/test_init.py::test_the_demos_files_make_a_recipe_that_a_run_takes",
     ),
-    Rule(r"r3train doctor .*--probe", Kind.SLOW),
     Rule(r"r3train train .*--dry-run |r3train train --help", Kind.RUN),
     Rule(r"r3train train .*--run-dir ", Kind.JOB),
     Rule(r"(\w+=\S* )*(r3train train |torchrun .*train_async\.py )", Kind.DRY),

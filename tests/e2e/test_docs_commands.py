@@ -175,7 +175,7 @@ def test_the_commands_of_a_page_run(page, checkout, once, engine, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@commands_of({Kind.DRY, Kind.NODES, Kind.SLOW, Kind.SERVE})
+@commands_of({Kind.DRY, Kind.NODES, Kind.SERVE})
 def test_the_commands_of_a_page_that_train_or_serve_do_so(page, checkout, once, engine):
     for command in docs_commands.commands(page.read_text(encoding="utf-8")):
         kind = docs_commands.rule_of(command).kind
@@ -190,8 +190,6 @@ def test_the_commands_of_a_page_that_train_or_serve_do_so(page, checkout, once, 
             node = re.sub(r"(--rollout-external-engine-addrs) \S+", rf"\1 {engine}", node)
             others = f"{node} & " * (int(re.findall(r"--nnodes (\d+)", command)[0]) - 1)
             assert "[replay]" in run(f"{others}{node} && wait", checkout, timeout=600)
-        elif kind is Kind.SLOW:
-            run(command, checkout)
         elif kind is Kind.SERVE:
             serve(command, checkout)
         elif kind is Kind.RUN and "make-tiny-model" in command:

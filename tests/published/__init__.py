@@ -11,10 +11,10 @@ import struct
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Any
 
 from r3train.config.hf_facts import read_hf_facts
 from r3train.cpu.torchvision_stub import declare_torchvision_ops
-from r3train.doctor.reference import model_class
 from r3train.families import FAMILIES
 from r3train.families.published import PUBLISHED
 from r3train.hf_checkpoint import is_trained, read_transformers_config
@@ -64,6 +64,15 @@ RECIPES = (
     Recipe("moonlight_16b_a3b_colocated", "Moonlight-16B-A3B", 8, 80),
     Recipe("gpt_oss_20b_colocated", "gpt-oss-20b", 8, 80),
 )
+
+
+def model_class(config: Any) -> Any:
+    """transformers' class of a language model, or of the whole model of text and images that has it inside."""
+    import transformers
+
+    if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        return transformers.AutoModelForCausalLM
+    return transformers.AutoModelForImageTextToText
 
 
 def shapes_of(directory: Path) -> dict[str, tuple[int, ...]]:
