@@ -19,10 +19,6 @@ SUBCOMMANDS = {
         "r3train.launch.start_ranks:train_command",
         "Train: start the ranks of this machine.",
     ),
-    "launch": (
-        "r3train.launch.start_hosts:launch_command",
-        "Train on several machines: start them over ssh.",
-    ),
     "recipes": (
         "r3train.cli:recipes",
         "List the recipes that --config knows by name.",

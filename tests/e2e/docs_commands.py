@@ -128,11 +128,10 @@ RULES = (
     ),
     Rule(r"r3train (train|serve) .*qwen3_30b_a3b", Kind.PLAN),
     Rule(
-        r"r3train launch |r3train train --config tiny_cpu --nnodes 2 ",
+        r"r3train train --config tiny_cpu --nnodes 2 ",
         Kind.ELSEWHERE,
-        "needs hosts, or two terminals",
-        "tests/e2e/test_launch_over_ssh.py"
-        "::test_a_run_of_two_hosts_trains_with_what_it_was_given_and_prints_by_host",
+        "needs two terminals",
+        "tests/e2e/test_two_machines.py::test_two_machines_train_together_and_machine_0_speaks",
     ),
     Rule(
         r".*sbatch .*train_multi_node",
