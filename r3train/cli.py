@@ -23,10 +23,6 @@ SUBCOMMANDS = {
         "r3train.cli:recipes",
         "List the recipes that --config knows by name.",
     ),
-    "init": (
-        "r3train.launch.init_command:init",
-        "Write a first recipe for a model and a file of prompts.",
-    ),
     "explain": (
         "r3train.cli:explain",
         "Say all about one setting, or what a run's log-prob gap is made of.",

@@ -186,12 +186,6 @@ RULES = (
         "needs a checkpoint of a run",
         "tests/e2e/test_sft.py::test_a_model_learns_its_conversations_and_is_exported_as_ever",
     ),
-    Rule(
-        r"r3train init ",
-        Kind.ELSEWHERE,
-        "has a test of what it writes",
-        "tests/unit/launch/test_init.py::test_the_demos_files_make_a_recipe_that_a_run_takes",
-    ),
     Rule(r"r3train doctor .*--probe", Kind.SLOW),
     Rule(r"r3train train .*--dry-run |r3train train --help", Kind.RUN),
     Rule(r"r3train train .*--run-dir ", Kind.JOB),
