@@ -19,17 +19,9 @@ SUBCOMMANDS = {
         "r3train.launch.start_ranks:train_command",
         "Train: start the ranks of this machine.",
     ),
-    "launch": (
-        "r3train.launch.start_hosts:launch_command",
-        "Train on several machines: start them over ssh.",
-    ),
     "recipes": (
         "r3train.cli:recipes",
         "List the recipes that --config knows by name.",
-    ),
-    "init": (
-        "r3train.launch.init_command:init",
-        "Write a first recipe for a model and a file of prompts.",
     ),
     "explain": (
         "r3train.cli:explain",

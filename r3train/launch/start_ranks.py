@@ -30,8 +30,8 @@ from r3train.launch.train import find_modules_here, show_dry_run
 from r3train.torchrun_start import unspoken
 
 _PROGRAM = "r3train.launch.train"
-MEETING_PORT = 29500  # of several machines, as torchrun's
-FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+_MEETING_PORT = 29500  # of several machines, as torchrun's
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _OPTIONS = (
     click.Option(
         ["--nproc-per-node"],
@@ -147,7 +147,7 @@ def _meeting(nnodes: int, node_rank: int, endpoint: str | None) -> tuple[str, in
         raise ValueError(f"--node-rank {node_rank} is none of --nnodes {nnodes}, counted from 0")
     host, colon, port = endpoint.rpartition(":")
     if not colon or endpoint.endswith("]"):  # an IPv6 address has colons of its own
-        host, port = endpoint, str(MEETING_PORT)
+        host, port = endpoint, str(_MEETING_PORT)
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ValueError(f"--rdzv-endpoint {endpoint}: expected HOST or HOST:PORT")
     return host, int(port)
@@ -219,7 +219,7 @@ class _Forwarder:
     def installed(self) -> Iterator[None]:
         """Handle signals in the block, but a SIGHUP that is ignored (nohup)."""
         ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-        numbers = [n for n in FORWARDED if not (n == signal.SIGHUP and ignored)]
+        numbers = [n for n in _FORWARDED if not (n == signal.SIGHUP and ignored)]
         before = {number: signal.signal(number, self._on_signal) for number in numbers}
         try:
             yield

@@ -127,11 +127,10 @@ RULES = (
     ),
     Rule(r"r3train (train|serve) .*qwen3_30b_a3b", Kind.PLAN),
     Rule(
-        r"r3train launch |r3train train --config tiny_cpu --nnodes 2 ",
+        r"r3train train --config tiny_cpu --nnodes 2 ",
         Kind.ELSEWHERE,
-        "needs hosts, or two terminals",
-        "tests/e2e/test_launch_over_ssh.py"
-        "::test_a_run_of_two_hosts_trains_with_what_it_was_given_and_prints_by_host",
+        "needs two terminals",
+        "tests/e2e/test_two_machines.py::test_two_machines_train_together_and_machine_0_speaks",
     ),
     Rule(
         r".*sbatch .*train_multi_node",
@@ -179,12 +178,6 @@ RULES = (
         Kind.ELSEWHERE,
         "needs a checkpoint of a run",
         "tests/e2e/test_sft.py::test_a_model_learns_its_conversations_and_is_exported_as_ever",
-    ),
-    Rule(
-        r"r3train init ",
-        Kind.ELSEWHERE,
-        "has a test of what it writes",
-        "tests/unit/launch/test_init.py::test_the_demos_files_make_a_recipe_that_a_run_takes",
     ),
     Rule(r"r3train train .*--dry-run |r3train train --help", Kind.RUN),
     Rule(r"r3train train .*--run-dir ", Kind.JOB),

@@ -140,7 +140,6 @@ DECLARED = {"declare_torchvision_ops", "declare_ops_for_imports", "prepare_devic
 WITHOUT = {
     "agents/guard.py",
     "engine/server_guard.py",
-    "launch/on_host.py",
     "rewards/code_launcher.py",
 }
 

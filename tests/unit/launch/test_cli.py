@@ -6,6 +6,8 @@ import hashlib
 import json
 import subprocess
 import sys
+import tomllib
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
@@ -223,3 +225,11 @@ def test_an_impossible_shape_is_refused(tmp_path, args, message):
     result = make(tmp_path / "x", *args)
     assert result.exit_code == 2 and message in result.output
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_command_that_was_removed_is_refused_with_what_to_use_instead():
+    table = files("r3train.config").joinpath("removed.toml").read_text(encoding="utf-8")
+    rows = tomllib.loads(table)["commands"]
+    for words, instead in rows.items():
+        result = CliRunner().invoke(main, words.split())
+        assert result.exit_code == 2 and instead in result.output, (words, result.output)
