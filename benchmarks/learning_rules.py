@@ -29,7 +29,6 @@ from benchmarks.page import ALGORITHMS_PAGE, learning_section, with_section
 from benchmarks.tiny_jobs import R3, ROOT, environment, job_flags, step_metrics, torchrun
 from r3train.engine.server import SGLangServer
 from r3train.observe.metrics import summarise
-from r3train.report.plot import moving_mean
 from r3train.verify.tiny import CATEGORIES, TinyOptions, build, task_prompts
 
 PICTURE = ROOT / "docs" / "images" / "algorithms.png"
@@ -229,7 +228,7 @@ def draw(result: dict[str, Any]) -> Figure:
         each.set_title(title, loc="left", fontsize=9, fontweight="bold")
         for job, colour in curves:
             rewards = job["curves"]["rollout/reward_mean"]
-            each.plot(moving_mean(rewards, 3), color=colour, lw=1.2, alpha=0.8)
+            each.plot(rewards, color=colour, lw=1.2, alpha=0.8)
         each.set_ylim(0, 1.02)
         each.grid(alpha=0.25)
     for each in axes[len(panels) :]:

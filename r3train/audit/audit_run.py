@@ -347,12 +347,8 @@ class _RunAudit:
         if verdict.stale_warning:
             self._steps_noted[_STALE].add(line.step)
         if self._keep_steps:
-            own_choice = step.own_choice.items()
-            layers = {n: (v["rows_equal"], _rows_compared(v)) for n, v in own_choice}
             passed = not findings and line.step not in self._failed_before
-            self.audit.steps.append(
-                AuditedStep(line.step, passed, verdict.counts, layers, verdict.agreement)
-            )
+            self.audit.steps.append(AuditedStep(line.step, passed))
 
     def _add_rechecked(self, step: _Step) -> None:
         judged = [record for record in step.rechecked if record.noise is not None]

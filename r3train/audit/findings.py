@@ -49,16 +49,11 @@ class AuditedStep:
     """One step that was trained and judged, as its records show it.
 
     passed: no finding names the step, at no time that it was trained, and the run's own verdict
-    passed.  counts: ``StepVerdict.counts``.  layers: (rows_equal, rows compared) of the first forwards
-    by 1-based layer number.  agreement: shares of rows over all layers, and those of chance
-    (``chance_equal``).
+    passed.
     """
 
     rollout_id: int
     passed: bool
-    counts: dict[str, int]
-    layers: dict[int, tuple[int, int]]
-    agreement: dict[str, float]
 
 
 @dataclass

@@ -314,6 +314,7 @@ def finish(config: RunConfig, run_dir: Path, began: float, stopped: str | None =
     """Draw the plot; returns the numbers of the summary.  stopped: the signal that has ended the run."""
     from r3train.observe.metrics import (
         nothing_learned,
+        numbers as numbers_by_step,
         read_metrics,
         steps_s,
         summarise,
@@ -324,7 +325,11 @@ def finish(config: RunConfig, run_dir: Path, began: float, stopped: str | None =
     plot = plot_run(run_dir) if config.run.plot else None
     wall_s, records = time.monotonic() - began, read_metrics(run_dir)
     numbers = {**summarise(records), **summarise_evaluations(run_dir)}
-    if config.algorithm.loss_type != "sft" and (reason := nothing_learned(records)):
+    if config.algorithm.loss_type == "sft":
+        del numbers["r3"]  # nothing is generated, so there is nothing to replay
+        if losses := numbers_by_step(records, "train/loss")[1]:
+            numbers["loss"] = f"{losses[0]:.4f} -> {losses[-1]:.4f}"
+    elif reason := nothing_learned(records):
         numbers["nothing was learned"] = reason
     times = {"wall_s": wall_s, "steps_s": steps_s(records, since=time.time() - wall_s)}
     files = {"run_dir": run_dir, "plot": plot, "next": f"r3train report {run_dir}"}

@@ -15,6 +15,13 @@ from r3train.config import RunConfig
 from r3train.observe.metrics import MetricsWriter
 from r3train.types import RolloutSample, RowClass, TrainSample
 
+_METRICS_OF_REWARDS = (
+    "rollout/reward_",
+    "rollout/zero_variance_groups",
+    "rollout/taught_samples",
+    "rollout/pass_at_",
+)
+
 
 def report_rollout(
     rollout_id: int,
@@ -33,6 +40,8 @@ def report_rollout(
     turns = config.rollout.environment is not None
     keys = config.algorithm.reward_keys
     metrics = rollout_metrics(rollout_id, groups, samples, turns=turns, reward_keys=keys)
+    if config.algorithm.loss_type == "sft":  # conversations have no rewards
+        metrics = {k: v for k, v in metrics.items() if not k.startswith(_METRICS_OF_REWARDS)}
     return metrics | source_metrics(counts, counts_before)
 
 

@@ -23,13 +23,15 @@ def step_text(metrics: Mapping[str, Any], num_rollout: int, width: int | None) -
     metrics: keys of metrics.py; what is missing is left out, and what is not finite is shown in
     red.  With a width, the least important fields go until the line fits; None keeps them all.
     """
+    # without a reward (--loss-type sft) the loss is what a person watches, and there is no gap
+    rewarded = "rollout/reward_mean" in metrics
     # (importance, 0 stays whatever happens; the field), in the order of reading
     fields: list[tuple[int, Text | None]] = [
         (0, _step(metrics, num_rollout)),
         (0, _number(metrics, "reward", "rollout/reward_mean", "{:.3f}", "bold")),
-        (3, _number(metrics, "loss", "train/loss", "{:+.4f}")),
+        (3 if rewarded else 0, _number(metrics, "loss", "train/loss", "{:+.4f}")),
         (2, _number(metrics, "grad", "train/grad_norm", "{:.3g}", pad=7)),
-        (1, _number(metrics, "gap", "train/log_prob_gap_mean", "{:.1e}")),
+        (1, _number(metrics, "gap", "train/log_prob_gap_mean", "{:.1e}") if rewarded else None),
         (0, _r3(metrics)),
         (0, _served(metrics)),
         (5, _number(metrics, "len", "rollout/response_len_mean", "{:.0f}", pad=3)),

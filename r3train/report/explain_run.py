@@ -8,8 +8,7 @@ from pathlib import Path
 
 from r3train.algo.gap_budget import PARTS
 from r3train.config.sources import plain
-from r3train.observe.metrics import read_metrics
-from r3train.report.report_data import budget_of, read_settings, RunCurves
+from r3train.report.report_data import budget_of, load_curves
 
 _WIDTH, _BAR = 80, 20
 _WINDOW = 5  # steps of a moving mean: single steps of few rechecked tokens jump
@@ -44,25 +43,17 @@ def explain_run(run_dir: Path) -> list[str]:
 
     Raises ValueError for a directory without a step that has a budget.
     """
-    try:
-        records = read_metrics(run_dir)
-    except FileNotFoundError:
-        raise ValueError(f"{run_dir}: no metrics.jsonl: is it a run directory?") from None
-    run = RunCurves(str(run_dir), records)
-    try:
-        uses_r3 = read_settings(run_dir).get("replay.use_rollout_routing_replay")
-    except FileNotFoundError:
-        uses_r3 = None
-    budget = budget_of(run, uses_r3)
+    run = load_curves(run_dir, str(run_dir))
+    budget = budget_of(run)
     steps = sorted(budget.get("rest", {}))
     if not steps:
         raise ValueError(f"{run_dir}: no step has a budget of the log-prob gap (gap/rest_k3)")
     last = steps[-max(1, min(len(steps) // 10, 50)) :]
-    sums = {part: max(_mean(of, last), 0.0) for part, of in budget.items()}
+    sums = {part: max(_mean(values, last), 0.0) for part, values in budget.items()}
     total = sum(sums.values())
     most = max(sums, key=sums.__getitem__)
     span = f"step {last[0]}" if len(last) == 1 else f"steps {last[0]} to {last[-1]}"
-    mean = _mean(dict(run.series("train/log_prob_gap_mean")), last)
+    mean = _mean(dict(run.series("train/log_prob_gap_mean")[0]), last)
     lines = [
         *textwrap.wrap(f"{plain(str(run_dir))}: {len(steps)} steps", _WIDTH),
         f"log-prob gap of {span}: mean {mean:.3g} nats, k3 {total:.3g}",
@@ -71,7 +62,7 @@ def explain_run(run_dir: Path) -> list[str]:
     ]
     for part in PARTS:
         if part not in budget:
-            if part != "routing" or uses_r3 is False:
+            if part != "routing" or run.uses_r3 is False:
                 lines.append(f"{part:<10} {'-':>9} {'':>6} not measured: {_ABOUT[part][0]}")
             continue
         share = sums[part] / total if total else 0.0
@@ -99,14 +90,14 @@ def since_when(budget: Mapping[str, Mapping[int, float]], steps: Sequence[int], 
     since = steps[-1]
     for end in range(len(steps), 0, -1):
         window = steps[max(0, end - _WINDOW) : end]
-        means = {name: _mean(of, window) for name, of in budget.items()}
+        means = {name: _mean(values, window) for name, values in budget.items()}
         if max(means, key=means.__getitem__) != part:
             break
         since = steps[end - 1]
     return since
 
 
-def _mean(of: Mapping[int, float], steps: Sequence[int]) -> float:
+def _mean(values: Mapping[int, float], steps: Sequence[int]) -> float:
     """The mean over the steps that have a number; 0 without any."""
-    found = [of[step] for step in steps if step in of]
+    found = [values[step] for step in steps if step in values]
     return sum(found) / len(found) if found else 0.0

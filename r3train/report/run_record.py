@@ -15,6 +15,7 @@ from r3train.report.report_data import flat, RunReport
 _UNSET, _UNKNOWN = "unset", "-"
 # of each run its own, and says nothing about what it computes
 _NOT_A_DIFFERENCE = ("run.run_dir",)
+_NUM_STEPS = "rollout.num_rollout"
 _MOST_TIME = 1e11  # of a damaged line; the year 5138
 
 
@@ -37,9 +38,9 @@ def settings(runs: Sequence[RunReport]) -> list[Setting]:
     known = [run.settings for run in runs if run.settings is not None]
     defaults = _defaults()
     out = []
-    for name in dict.fromkeys(name for of_run in known for name in of_run):
+    for name in dict.fromkeys(name for found in known for name in found):
         default = _words(defaults.get(name))
-        values = [_words(of_run.get(name)) for of_run in known]
+        values = [_words(found.get(name)) for found in known]
         if any(value != default for value in values):
             out.append(Setting(name, default, [_value(run, name) for run in runs]))
     return out
@@ -67,8 +68,8 @@ def _words(value: Any) -> str:
 def facts(runs: Sequence[RunReport]) -> dict[str, list[str]]:
     """The facts of each run's start by name; of a run with several starts those of the last."""
     found = [_facts(run) for run in runs]
-    names = dict.fromkeys(name for of_run in found for name in of_run)
-    return {name: [of_run.get(name, _UNKNOWN) for of_run in found] for name in names}
+    names = dict.fromkeys(name for values in found for name in values)
+    return {name: [values.get(name, _UNKNOWN) for values in found] for name in names}
 
 
 def _facts(run: RunReport) -> dict[str, str]:
@@ -84,11 +85,13 @@ def _facts(run: RunReport) -> dict[str, str]:
         out["in"] = last.directory
         out["on"] = f"{last.host}, {last.ranks} rank{'s' * (last.ranks != 1)}"
         out["GPU"] = last.gpu
-        commits = (f"{commit} ({of})" for of, commit in last.commits.items())
+        commits = (f"{commit} ({checkout})" for checkout, commit in last.commits.items())
         out["commit"] = ", ".join(commits)
         out["versions"] = ", ".join(f"{name} {version}" for name, version in last.versions.items())
     if run.records and 0 < (seconds := run.records[-1].get("time", 0)) < _MOST_TIME:
-        out["last step"] = f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S} UTC"
+        planned = (run.settings or {}).get(_NUM_STEPS, "an unknown number")
+        done = f"{run.records[-1]['step'] + 1} of {planned} steps"
+        out["last step"] = f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S} UTC, {done}"
     return {name: words for name, words in out.items() if words}
 
 

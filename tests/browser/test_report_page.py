@@ -10,7 +10,6 @@ import re
 import struct
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -61,16 +60,7 @@ async def test_the_report_fits_the_window_and_asks_for_nothing(width, program, p
     assert seen.complaints == [] and seen.requests == []
     assert seen.page_width == width and seen.wide == [] and seen.cut == []
     assert seen.smallest_font >= 9, "nobody reads that"
-    for words in (
-        *(
-            "r3train report",
-            "Side by side",
-            "Where the time went",
-            "rollout, at the same time",
-            "weight sync",
-        ),
-        *("passed: 8 steps", "R3 coverage", "Lowest reward, step 7"),
-    ):
+    for words in ("r3train report", "Over the steps", "passed: 8 steps", "Lowest reward, step 7"):
         assert words in seen.text
     (tmp_path / f"report_{width}.png").write_bytes(seen.screenshot)
     shown = struct.unpack(">II", seen.screenshot[16:24])  # PNG: width and height in its header
@@ -91,44 +81,47 @@ async def test_what_failed_and_what_cannot_be_drawn_fit_the_window(width, progra
     assert seen.complaints == [] and seen.requests == []
     assert seen.page_width == width and seen.wide == [] and seen.cut == []
     assert seen.smallest_font >= 9
-    for words in (
-        "1 step failed: step 3",
-        "layer 1: fingerprint is",
-        "not drawn: nan at steps 0..3",
-    ):
+    for words in ("1 step failed: step 3", "layer 1: fingerprint is", "nan at steps 0..3"):
         assert words in seen.text
 
 
-# the lines of the reward's chart as they are drawn, and the title of its x-axis
-DRAWN = """(() => {
-  const { data, layout } = document.querySelector('[aria-label="Reward"]');
-  const lines = data.filter(line => !line.fill).map(({ x, y, opacity }) => [x, y, opacity || 1]);
-  return [layout.xaxis.title.text, lines, controls.innerText];
+# the lines of the reward's chart as they are drawn
+DRAWN = """[...document.querySelector('[aria-label="Reward"]').data].filter(line => !line.fill)
+  .map(({ x, y, opacity }) => [x, y, opacity || 1])"""
+# the ends of its x-axis before and after a pointer is drawn over a part of it, and what a hover names
+ZOOMED = """(() => {
+  const chart = document.querySelector('[aria-label="Reward"]');
+  const drag = chart.querySelector('.nsewdrag'), box = drag.getBoundingClientRect();
+  const mouse = (to, kind, x) => to.dispatchEvent(new MouseEvent(kind,
+    { bubbles: true, view: window, clientX: box.left + x * box.width, clientY: box.top + 20 }));
+  Plotly.Fx.hover(chart, { xval: 2 });
+  const hover = chart.querySelector('.hoverlayer').textContent;
+  const before = [...chart.layout.xaxis.range];
+  mouse(drag, 'mousedown', 0.3);
+  mouse(document, 'mousemove', 0.7);
+  mouse(document, 'mouseup', 0.7);
+  return [before, [...chart.layout.xaxis.range], hover];
 })()"""
 
 
-def metric(name: str, key: str) -> list[float]:
-    return [record.get(key, 0.0) for record in read_metrics(RECORDED / name)]
+async def test_a_chart_is_drawn_with_means_where_asked(program, page, tmp_path):
+    """Pale the numbers, and over them the mean of each step and the two before."""
+    records = read_metrics(RECORDED / "with_r3")
+    rewards = [record["rollout/reward_mean"] for record in records]
+    profile = tmp_path / "profile"
+    seen = await seen_at(1280, program, page, profile, fragment="#mean=3", ask=DRAWN)
+    (x, y, pale), (_, means, solid), *other = seen.answer
+    assert (x, y, pale, solid) == (list(range(8)), rewards, 0.25, 1) and len(other) == 2
+    recent = [rewards[max(0, i - 2) : i + 1] for i in range(8)]
+    assert means == pytest.approx([sum(r) / len(r) for r in recent])
+    assert seen.complaints == []
 
 
-async def test_a_chart_is_drawn_over_tokens_or_hours_and_with_means(program, page, tmp_path):
-    """The last three steps' mean is drawn over what all steps until each one took."""
-    rewards = metric("with_r3", "rollout/reward_mean")
-    for over, key, scale in (
-        ("tokens", "rollout/tokens", 1),
-        ("hours", "perf/step_s", 1 / 3600),
-        ("steps", None, 1),
-    ):
-        until = list(accumulate(scale * v for v in metric("with_r3", key))) if key else range(8)
-        fragment = f"#over={over}&mean=3"
-        profile = tmp_path / over
-        seen = await seen_at(1280, program, page, profile, fragment=fragment, ask=DRAWN)
-        title, ((x, y, pale), (over_x, means, solid), *other), words = seen.answer
-        assert title.startswith(over[:4]) and len(other) == 2 and "x-axis" in words
-        assert (x, y, pale) == (pytest.approx(list(until)), rewards, 0.25) and over_x == x
-        recent = [rewards[max(0, i - 2) : i + 1] for i in range(8)]
-        assert means == pytest.approx([sum(r) / len(r) for r in recent]) and solid == 1
-        assert seen.complaints == [] and seen.page_width == 1280 and seen.wide == []
+async def test_a_chart_is_zoomed_by_a_pointer_and_names_what_it_is_over(program, page, tmp_path):
+    seen = await seen_at(1280, program, page, tmp_path / "profile", ask=ZOOMED)
+    before, after, hover = seen.answer
+    assert before[0] < after[0] < after[1] < before[1]
+    assert "with_r3" in hover and "without_r3" in hover
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,9 @@ def test_a_model_learns_its_conversations_and_is_exported_as_ever(talk, tmp_path
     assert job.code == 0, job.output
     metrics = job.metrics()
     assert metrics[0]["train/num_loss_tokens"] == count * 5
+    assert not any("reward" in key for key in metrics[0])
+    words = " ".join(job.output.split())
+    assert f"loss: {metrics[0]['train/loss']:.4f} -> {metrics[-1]['train/loss']:.4f}" in words
     # what the last steps saw is above what they left
     assert sorted(path.name for path in (tmp_path / "hf").glob("[!.]*")) == ["12", "7"]
     last = cross_entropy(tmp_path / "hf/12", talk)

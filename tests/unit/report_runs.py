@@ -79,16 +79,13 @@ class Page(HTMLParser):
         traces = self.figures[title]["data"]
         return {trace["name"]: list(zip(trace["x"], trace["y"])) for trace in traces}
 
-    def bars(self) -> list[dict[str, str]]:
-        """The parts of each bar of times: their seconds by name."""
-        out = []
-        for _, attributes in self.tags:
-            if attributes.get("class") == "bar":
-                out.append({})
-            elif "flex:" in attributes.get("style", ""):
-                name, _, rest = attributes["title"].partition(": ")
-                out[-1][name] = rest.split(",")[0]
-        return out
+
+def with_steps(run_dir: Path, steps: int, **values: float) -> Path:
+    """A run of so many steps of the same metrics, in whose names "__" stands for "/"."""
+    with MetricsWriter(run_dir, tensorboard=False) as metrics:
+        for step in range(steps):
+            metrics.write(step, {key.replace("__", "/"): value for key, value in values.items()})
+    return run_dir
 
 
 def page_of(*runs: Path, args: tuple[object, ...] = ()) -> Page:

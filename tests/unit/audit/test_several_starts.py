@@ -11,7 +11,6 @@ from click.testing import CliRunner
 from r3train.audit.audit_run import audit_run
 from r3train.cli import main
 from r3train.proof.writer import rank_file
-from r3train.report.report_data import load_run
 from tests.unit.evidence_dirs import edit, with_choice, write_run
 
 FIRST, SECOND = "2026-01-01T00:00:00Z", "2026-01-02T00:00:00Z"
@@ -121,7 +120,7 @@ def test_a_start_that_was_killed_in_its_first_step_is_no_fault_whatever_an_earli
     assert f"step 2 was not finished (start {SECOND}): it is not judged" in audit.notes
 
 
-def test_the_report_shows_the_time_that_counts(tmp_path):
+def test_the_agreement_is_that_of_the_time_that_counts(tmp_path):
     run = write_run(tmp_path / "run", change=lambda r: with_choice(r, 50, 1))
     write_run(run, attempt=SECOND)
-    assert load_run(run, "run").heat.values == [[0.9] * 3] * 3
+    assert set(audit_run(run).layer_agreement.values()) == {0.9}

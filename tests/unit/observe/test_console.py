@@ -56,6 +56,12 @@ def test_the_step_line_holds_every_number_a_person_asks_for():
     )
 
 
+def test_a_step_of_sft_shows_its_loss_at_80_columns_and_no_gap():
+    metrics = {k: v for k, v in FULL.items() if k not in ("rollout/reward_mean", "r3/passed")}
+    line = step_text({**metrics, "train/log_prob_gap_mean": 0.0}, 200, 80).plain
+    assert "loss +0.0132" in line and "gap" not in line
+
+
 def test_the_columns_of_a_run_do_not_move():
     steps = [{**FULL, "step": step, "perf/train_s": step / 2} for step in (0, 8, 9, 98, 199)]
     lines = [step_text(metrics, 200, None).plain for metrics in steps]
