@@ -162,7 +162,9 @@ class _Process:
             logger.warning(
                 "the parsers of answers needed more than %g s for %d characters, which count as text: %s"
                 " (later ones are not told)",
-                *(LIMIT_S, len(text), quoted(text)),
+                LIMIT_S,
+                len(text),
+                quoted(text),
             )
 
 

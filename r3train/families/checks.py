@@ -12,7 +12,9 @@ from r3train.families.family import keys_of, model_arguments, model_weights, tra
 from r3train.families.transformer import ROPE_KEYS
 
 _MTP_COUNTS = (
-    *("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules"),
+    "num_nextn_predict_layers",
+    "num_mtp_layers",
+    "num_mtp_modules",
     "mtp_num_hidden_layers",
 )
 

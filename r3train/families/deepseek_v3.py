@@ -172,9 +172,12 @@ def tiny_deepseek_v3(o: TinyOptions) -> dict[str, Any]:
 DEEPSEEK_V3 = Family(
     Table(
         (
-            *(*LATENT_ATTENTION, *DENSE_MLP, router()),
+            *LATENT_ATTENTION,
+            *DENSE_MLP,
+            router(),
             expert_bias("mlp.gate.e_score_correction_bias"),
-            *(*experts(), *SHARED_EXPERTS),
+            *experts(),
+            *SHARED_EXPERTS,
         )
     ),
     deepseek_v3,

@@ -54,9 +54,16 @@ def _tiny(o: TinyOptions) -> dict[str, Any]:
 GLM4_MOE = Family(
     Table(
         (
-            *(INPUT_NORM, *HEADS, qkv("bias"), *qk_norms(layers=("qk_norm",))),
-            *(MLP_NORM, *DENSE_MLP, router(), expert_bias("mlp.gate.e_score_correction_bias")),
-            *(*experts(), *SHARED_EXPERTS),
+            INPUT_NORM,
+            *HEADS,
+            qkv("bias"),
+            *qk_norms(layers=("qk_norm",)),
+            MLP_NORM,
+            *DENSE_MLP,
+            router(),
+            expert_bias("mlp.gate.e_score_correction_bias"),
+            *experts(),
+            *SHARED_EXPERTS,
         )
     ),
     _transformer,

@@ -78,7 +78,9 @@ def _tiny(o: TinyOptions) -> dict[str, Any]:
 GPT_OSS = Family(
     Table(
         (
-            *(INPUT_NORM, *HEADS, qkv("bias")),
+            INPUT_NORM,
+            *HEADS,
+            qkv("bias"),
             vector(f"{ATTENTION}linear_proj.bias", "self_attn.o_proj.bias", "hidden"),
             vector(
                 f"{ATTENTION}core_attention.softmax_offset",
@@ -86,7 +88,8 @@ GPT_OSS = Family(
                 "heads",
                 sharded="rows",
             ),
-            *(MLP_NORM, router("mlp.router.weight")),
+            MLP_NORM,
+            router("mlp.router.weight"),
             vector("mlp.router.bias", "mlp.router.bias", "experts", layers=("sparse",)),
             *fused_experts(**_LAYOUT),
             *fused_experts("bias", **_LAYOUT),

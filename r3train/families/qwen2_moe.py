@@ -44,8 +44,14 @@ def _tiny(o: TinyOptions) -> dict[str, Any]:
 QWEN2_MOE = Family(
     Table(
         (
-            *(INPUT_NORM, *HEADS, qkv("bias"), MLP_NORM, *DENSE_MLP),
-            *(router(), *experts(), *GATED_SHARED_EXPERT),
+            INPUT_NORM,
+            *HEADS,
+            qkv("bias"),
+            MLP_NORM,
+            *DENSE_MLP,
+            router(),
+            *experts(),
+            *GATED_SHARED_EXPERT,
         ),
     ),
     qwen2_moe,

@@ -59,7 +59,8 @@ QWEN3_5_MOE = replace(
     QWEN3_NEXT,
     weights=Table(
         (
-            *(*HYBRID, *delta_net(*_INPUTS)),
+            *HYBRID,
+            *delta_net(*_INPUTS),
             *fused_experts(alternate=False, transposed=False, lora=False),
         ),
         prefix="model.language_model",

@@ -36,7 +36,8 @@ QWEN3_VL_MOE = replace(
     QWEN3_MOE,
     weights=Table(
         (
-            *(*QWEN3.weights.of_layer, router()),
+            *QWEN3.weights.of_layer,
+            router(),
             *fused_experts(alternate=False, transposed=True, lora=False),
         ),
         prefix="model.language_model",

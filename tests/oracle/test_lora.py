@@ -668,7 +668,8 @@ def experts_alone(directory: Path, bug: str | None) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in ("one", "recompute", "recompute_moe"):
         config = settings(
-            *(directory, "glm4_moe"),
+            directory,
+            "glm4_moe",
             **TOPOLOGIES[1][name],
             exclude_modules=["self_attn", "shared_experts", "layers.0"],
         )

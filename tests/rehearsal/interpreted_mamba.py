@@ -96,7 +96,11 @@ def of_server() -> dict[str, dict[str, float]]:
     _, mixed, steps = rows.split([INNER, CHANNELS, HEADS], -1)
     convolved = causal_conv1d_fn(
         mixed.T.contiguous(),
-        *(WINDOW, BIAS, windows, ENDS, list(PACK)),
+        WINDOW,
+        BIAS,
+        windows,
+        ENDS,
+        list(PACK),
         cache_indices=slots,
         has_initial_state=has_state,
         activation="silu",
@@ -107,7 +111,12 @@ def of_server() -> dict[str, dict[str, float]]:
     )
     out = torch.empty_like(x)
     _, states, _ = mamba_chunk_scan_combined(
-        *(x, steps[None].contiguous(), DECAY, b, c, CHUNK),
+        x,
+        steps[None].contiguous(),
+        DECAY,
+        b,
+        c,
+        CHUNK,
         D=SKIP,
         dt_bias=STEP_BIAS,
         dt_softplus=True,
@@ -138,8 +147,13 @@ def of_server() -> dict[str, dict[str, float]]:
     out = torch.empty_like(x)
     skip, step_bias = (v[:, None].expand(-1, SIZE) for v in (SKIP, STEP_BIAS))
     selective_state_update(
-        *(states, x, steps[..., None].expand(-1, -1, SIZE)),
-        *(DECAY[:, None, None].expand(-1, SIZE, STATE), b, c, skip),
+        states,
+        x,
+        steps[..., None].expand(-1, -1, SIZE),
+        DECAY[:, None, None].expand(-1, SIZE, STATE),
+        b,
+        c,
+        skip,
         dt_bias=step_bias,
         dt_softplus=True,
         state_batch_indices=slots,

@@ -25,9 +25,17 @@ from r3train.trainer.megatron import model, transformer  # noqa: E402
 # Megatron's fused kernel is for rotary positions of heads, without yarn
 ROPE = dict.fromkeys(
     (
-        *("qwen3_30b_a3b", "qwen3_30b_a3b_one_node", "qwen3_30b_a3b_colocated"),
-        *("qwen3_30b_a3b_two_nodes", "qwen3_5_35b_a3b_two_nodes", "qwen3_5_35b_a3b_one_node"),
-        *("glm_4_5_air", "mixtral_8x7b", "qwen2_57b_a14b", "minimax_m2", "olmoe_1b_7b_one_node"),
+        "qwen3_30b_a3b",
+        "qwen3_30b_a3b_one_node",
+        "qwen3_30b_a3b_colocated",
+        "qwen3_30b_a3b_two_nodes",
+        "qwen3_5_35b_a3b_two_nodes",
+        "qwen3_5_35b_a3b_one_node",
+        "glm_4_5_air",
+        "mixtral_8x7b",
+        "qwen2_57b_a14b",
+        "minimax_m2",
+        "olmoe_1b_7b_one_node",
     ),
     True,
 )

@@ -198,7 +198,10 @@ class MegatronActor:
         # Megatron moves the expert biases at the end of the backward pass
         biases = [(bias, bias.clone()) for bias in self._expert_biases()]
         results = self.backward(
-            *(slices, old_log_probs, ref_log_probs, weight_version),
+            slices,
+            old_log_probs,
+            ref_log_probs,
+            weight_version,
             teacher_log_probs=teacher_log_probs,
         )
         metrics = reduce_metrics(results, self.topology, self._metric_names, self.device)
