@@ -17,7 +17,7 @@ import numpy as np
 from r3train.doctor.finding import Finding, Findings, fact, problem
 from r3train.engine.answer import Sent, read_answer
 from r3train.engine.backend import EngineError, Request, SamplingParams, Segment
-from r3train.engine.http import SGLangHTTP
+from r3train.engine.sglang_http import SGLangHTTP
 from r3train.types import RouteShape
 
 SUBJECT = "SGLang probe"

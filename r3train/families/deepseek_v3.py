@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from r3train.families.family import SILU, Config, Family
-from r3train.families.rows import (
+from r3train.families.weight_rows import (
     ATTENTION,
     DENSE_MLP,
     INPUT_NORM,
@@ -158,8 +158,8 @@ def tiny_latent(o: TinyOptions, **more: Any) -> dict[str, Any]:
 
 def tiny_moonlight(o: TinyOptions, **more: Any) -> dict[str, Any]:
     """Return the keys with queries as they are, plain positions, one group, two shared experts."""
-    own = dict(q_lora_rank=None, n_shared_experts=2, routed_scaling_factor=2.446)
-    return tiny_latent(o) | ONE_GROUP | own | more
+    sizes = dict(q_lora_rank=None, n_shared_experts=2, routed_scaling_factor=2.446)
+    return tiny_latent(o) | ONE_GROUP | sizes | more
 
 
 def tiny_deepseek_v3(o: TinyOptions) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from r3train.families.family import SILU, Config, Family
-from r3train.families.rows import (
+from r3train.families.weight_rows import (
     DENSE_MLP,
     HEADS,
     INPUT_NORM,

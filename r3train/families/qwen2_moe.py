@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from r3train.families.family import SILU, Family
-from r3train.families.rows import (
+from r3train.families.weight_rows import (
     DENSE_MLP,
     GATED_SHARED_EXPERT,
     HEADS,

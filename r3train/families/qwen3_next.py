@@ -9,7 +9,7 @@ from typing import Any
 from r3train.families.family import SILU, Config, Family, linear_layers
 from r3train.families.qwen2_moe import qwen2_moe
 from r3train.families.qwen3_moe import tiny_qwen3_moe
-from r3train.families.rows import (
+from r3train.families.weight_rows import (
     ATTENTION,
     DENSE_MLP,
     GATED_SHARED_EXPERT,

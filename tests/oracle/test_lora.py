@@ -135,7 +135,7 @@ def drawn_ones(directory: Path, family: str) -> Iterator[None]:
         yield
         return
     factors = load_file(directory / f"{family} factors")
-    with patched(lora, "drawn", lambda original, seed: lambda name, shape: factors[name]):
+    with patched(lora, "random_factors", lambda original, seed: lambda name, shape: factors[name]):
         yield
 
 

@@ -44,7 +44,7 @@ from sglang.kernels.ops.mamba.triton_ops import mamba_chunk_scan_combined  # noq
 from sglang.kernels.ops.mamba.triton_ops.mamba_ssm import selective_state_update  # noqa: E402
 from sglang.srt.layers.attention.mamba.mamba2_metadata import Mamba2Metadata  # noqa: E402
 
-from r3train.cpu import linear_attention, mamba  # noqa: E402
+from r3train.cpu import linear_attention, mamba_twin  # noqa: E402
 from r3train.families.nemotron_h import mix  # noqa: E402
 
 HEADS, SIZE, GROUPS, STATE, CHUNK = 4, 16, 2, 16, 16
@@ -194,7 +194,9 @@ def of_trainer() -> dict[str, dict[str, float]]:
 
     def twin(zxbcdt: T, window: T, bias: T, dt_bias: T, A: T, D: T, sequences: T) -> T:
         fixed = CHUNK, "silu", SIZE, GROUPS, False, sequences
-        return mamba.mamba_split_conv1d_scan_combined(zxbcdt, window, bias, dt_bias, A, D, *fixed)
+        return mamba_twin.mamba_split_conv1d_scan_combined(
+            zxbcdt, window, bias, dt_bias, A, D, *fixed
+        )
 
     out = []
     for function, sequences in (
