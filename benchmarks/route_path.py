@@ -42,7 +42,7 @@ from benchmarks.measure import (
     write_result,
 )  # noqa: E402
 from benchmarks.samples import route_payload, sample_of_routes  # noqa: E402
-from r3train.engine.http import parse_answer  # noqa: E402
+from r3train.engine.sglang_http import parse_answer  # noqa: E402
 from r3train.layout.microbatch import build_microbatch, slice_microbatch  # noqa: E402
 from r3train.routing.padding import fill_missing  # noqa: E402
 from r3train.routing.wire import decode_routed_experts, shortened  # noqa: E402

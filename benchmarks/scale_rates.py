@@ -37,7 +37,7 @@ def measure() -> Rates:
 
     from r3train.layout.microbatch import build_microbatch, slice_microbatch
     from r3train.loop.distribute import pack_records, unpack_records
-    from r3train.engine.http import parse_answer
+    from r3train.engine.sglang_http import parse_answer
     from r3train.routing.wire import decode_routed_experts
     from r3train.types import RankTopology, RouteShape
 
@@ -96,7 +96,7 @@ def rate(num_bytes: int, work: Callable[[], object], rounds: int = 9) -> float:
 
 def measure_http(answer: bytes) -> float:
     """GB per second of answers read by the production client from a server in another process."""
-    from r3train.engine.http import SGLangHTTP
+    from r3train.engine.sglang_http import SGLangHTTP
 
     with answering(answer) as addr, asyncio.Runner() as runner:
         http = SGLangHTTP([addr])

@@ -40,7 +40,7 @@ class Scratch:
     def __init__(self) -> None:
         self._memory = torch.empty(0)
 
-    def rows_of(self, cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    def take_rows(self, cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """Copy rows of a cache [slots, heads, size]: [rows, heads * size], valid until the next call."""
         matrix = cache.view(len(cache), -1)  # whose rows are taken faster than a cache's
         shape = len(slots), matrix.shape[1]
@@ -60,7 +60,7 @@ class Decoding:
     lengths: torch.Tensor  # int[B], the newest token included
 
     @classmethod
-    def of(
+    def from_tables(
         cls,
         requests: torch.Tensor,
         req_to_token: torch.Tensor,
@@ -71,8 +71,8 @@ class Decoding:
         lengths = seq_lens[requests]
         slots = req_to_token[req_pool_indices[requests], : int(lengths.max())].long()
         # what is behind a request's length may be a slot of nobody with a NaN, which no mask hides
-        seen = torch.arange(slots.shape[1]) < lengths[:, None]
-        return cls(requests, torch.where(seen, slots, slots[:, :1]).view(-1), lengths)
+        is_token = torch.arange(slots.shape[1]) < lengths[:, None]
+        return cls(requests, torch.where(is_token, slots, slots[:, :1]).view(-1), lengths)
 
     def attend(
         self,
@@ -89,21 +89,21 @@ class Decoding:
         scratch: for the keys and for the values.
         """
         num, (_, heads, size) = len(self.requests), query.shape
-        places = torch.arange(len(self.slots) // num)
-        seen = places < self.lengths[:, None]
+        positions = torch.arange(len(self.slots) // num)
+        visible = positions < self.lengths[:, None]
         if window is not None:
-            seen &= places >= self.lengths[:, None] - 1 - window
+            visible &= positions >= self.lengths[:, None] - 1 - window
         # the heads that share a key head are like several queries of it
         grouped = query.index_select(0, self.requests).view(num, k_cache.shape[1], -1, size)
         keys, values = (
-            room.rows_of(cache, self.slots).view(num, -1, *cache.shape[1:]).transpose(1, 2)
-            for cache, room in zip((k_cache, v_cache), scratch, strict=True)
+            buffer.take_rows(cache, self.slots).view(num, -1, *cache.shape[1:]).transpose(1, 2)
+            for cache, buffer in zip((k_cache, v_cache), scratch, strict=True)
         )
         out = F.scaled_dot_product_attention(
             grouped,
             keys.to(query.dtype),
             values.to(query.dtype),
-            attn_mask=seen[:, None, None],
+            attn_mask=visible[:, None, None],
             scale=scaling,
         )
         return out.reshape(num, heads, -1)
@@ -145,7 +145,7 @@ class BatchedAttention(TorchNativeAttnBackend):
     ):  # SGLang's own signature; query, output: [requests, heads, size]
         if self._groups is None:
             self._groups = [
-                Decoding.of(torch.tensor(group), req_to_token, req_pool_indices, seq_lens)
+                Decoding.from_tables(torch.tensor(group), req_to_token, req_pool_indices, seq_lens)
                 for group in alike(seq_lens.tolist())
             ]
         for group in self._groups:

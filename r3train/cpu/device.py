@@ -42,7 +42,7 @@ def prepare_device() -> torch.device:
             "megatron.core" not in sys.modules
         ), "megatron.core was imported before prepare_device()"
         _installed = True
-        threads = own_threads(os.environ)
+        threads = threads_per_rank(os.environ)
         if threads is not None:
             torch.set_num_threads(threads)
         with warnings.catch_warnings():
@@ -52,7 +52,7 @@ def prepare_device() -> torch.device:
     return torch.device("cpu")
 
 
-def own_threads(environ: Mapping[str, str]) -> int | None:
+def threads_per_rank(environ: Mapping[str, str]) -> int | None:
     """A rank's share of the cores; None for a single rank, and where the user has set OMP_NUM_THREADS.
 
     torchrun sets it to 1 for several ranks on whatever machine; what it was started with shows who did.

@@ -99,10 +99,12 @@ def in_batches(
     """
     ends = cu_seqlens.tolist()
     batches: dict[int, list[tuple[int, int]]] = {}
-    found: dict[int, torch.Tensor] = {}  # by the first row
+    outputs: dict[int, torch.Tensor] = {}  # by the first row
     for sequence in zip(ends, ends[1:]):
         batches.setdefault(-(-(sequence[1] - sequence[0]) // _CHUNK), []).append(sequence)
     for batch in batches.values():
-        given = (pad_sequence([pack[0, a:b] for a, b in batch], batch_first=True) for pack in packs)
-        found |= {a: own[: b - a] for (a, b), own in zip(batch, function(*given))}
-    return torch.cat([found[a] for a in ends[:-1]])[None]
+        padded = (
+            pad_sequence([pack[0, a:b] for a, b in batch], batch_first=True) for pack in packs
+        )
+        outputs |= {a: rows[: b - a] for (a, b), rows in zip(batch, function(*padded))}
+    return torch.cat([outputs[a] for a in ends[:-1]])[None]

@@ -77,17 +77,17 @@ def _storages(tag: str) -> list[torch.UntypedStorage]:
     return list(found.values())
 
 
-def _tensors_in(held: Any) -> Iterator[torch.Tensor]:
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors of a KV pool, of the pools that it is made of, and of their lists."""
-    if isinstance(held, torch.Tensor):
+    if isinstance(value, torch.Tensor):
         # others are addresses and places, which SGLang does not release
-        if held.is_floating_point():
-            yield held
-    elif isinstance(held, (list, tuple)):
-        for each in held:
+        if value.is_floating_point():
+            yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
             yield from _tensors_in(each)
-    elif type(held).__name__.endswith(("Pool", "Cache")) and hasattr(held, "__dict__"):
-        yield from _tensors_in(list(vars(held).values()))
+    elif type(value).__name__.endswith(("Pool", "Cache")) and hasattr(value, "__dict__"):
+        yield from _tensors_in(list(vars(value).values()))
 
 
 def _release(storage: torch.UntypedStorage) -> None:

@@ -45,8 +45,8 @@ def _places(cu_seqlens: torch.Tensor, cp_size: int, cp_rank: int) -> _Places:
     position = torch.arange(int(lengths.sum())) - cu_seqlens[:-1].long()[sequence]
     if cp_size > 1:
         chunk = position // (lengths // (2 * cp_size))[sequence]
-        own = (chunk == cp_rank) | (chunk == 2 * cp_size - 1 - cp_rank)
-        sequence, position = sequence[own], position[own]
+        is_local = (chunk == cp_rank) | (chunk == 2 * cp_size - 1 - cp_rank)
+        sequence, position = sequence[is_local], position[is_local]
     local_lengths = lengths // cp_size
     starts = torch.cumsum(local_lengths, 0) - local_lengths
     slot = torch.arange(len(sequence)) - starts[sequence]
@@ -86,9 +86,9 @@ class PackedCoreAttention(MegatronModule):
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
         """Name the axis of the sinks for Megatron's checkpoints."""
-        own = self.state_dict(prefix="", keep_vars=True)
+        state = self.state_dict(prefix="", keep_vars=True)
         return make_sharded_tensors_for_checkpoint(
-            own, prefix, {"softmax_offset": 0}, sharded_offsets
+            state, prefix, {"softmax_offset": 0}, sharded_offsets
         )
 
     def forward(

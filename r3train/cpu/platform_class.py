@@ -56,7 +56,7 @@ def _torch_native(runner: Any) -> Any:
     platform is made while SGLang's runner is being imported.
     """
     from r3train.cpu.batched_attention import BatchedAttention
-    from r3train.cpu.sparse_attention import SparseAttention
+    from r3train.cpu.sglang_sparse_attention import SparseAttention
 
     memory_saver.runner = runner
     serve_families()
@@ -66,7 +66,7 @@ def _torch_native(runner: Any) -> Any:
 
 def serve_families() -> None:
     """Put in every family's plain twins of what SGLang compiles: ``serve_on_cpu`` in its file, and sparse attention."""
-    from r3train.cpu.sparse_attention import serve_sparse_attention
+    from r3train.cpu.sglang_sparse_attention import serve_sparse_attention
     from r3train.families import FAMILIES
 
     serve_sparse_attention()

@@ -90,9 +90,9 @@ def install() -> None:
         if not ctx.faster:
             return backward(ctx, grad_output)
         input, weight = ctx.saved_tensors
-        of_bias = grad_output.flatten(0, -2).sum(dim=0) if ctx.use_bias else None
-        of_weight = summed_over_rows(grad_output, input)
-        return rows_times(grad_output, weight), of_weight, of_bias, *[None] * 7
+        grad_bias = grad_output.flatten(0, -2).sum(dim=0) if ctx.use_bias else None
+        grad_weight = summed_over_rows(grad_output, input)
+        return rows_times(grad_output, weight), grad_weight, grad_bias, *[None] * 7
 
     why = "oneDNN's products of float32 take half of the time of MKL's"
     patch(

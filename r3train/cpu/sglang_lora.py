@@ -151,9 +151,9 @@ def _experts(layers: Any) -> type:
             weights, experts, _ = topk_output
             ranks, out = info.lora_ranks_cpu.tolist(), torch.zeros_like(hidden_states)
             for slot in slots.unique().tolist():
-                of_slot = (slots == slot)[:, None]
-                for e in experts[of_slot[:, 0]].unique().tolist():
-                    rows, places = torch.where((experts == e) & of_slot)
+                in_slot = (slots == slot)[:, None]
+                for e in experts[in_slot[:, 0]].unique().tolist():
+                    rows, columns = torch.where((experts == e) & in_slot)
                     x = hidden_states[rows]
                     h = F.linear(x, base.w13_weight[e])
                     if ranks[slot]:
@@ -168,7 +168,7 @@ def _experts(layers: Any) -> type:
                     if ranks[slot]:
                         low = F.linear(act, self.down_lora_a_weights[slot, e])
                         y = y + F.linear(low, self.down_lora_b_weights[slot, e])
-                    out.index_add_(0, rows, y * weights[rows, places, None].to(y.dtype))
+                    out.index_add_(0, rows, y * weights[rows, columns, None].to(y.dtype))
             return out
 
     return ExpertsWithLoRA

@@ -20,16 +20,16 @@ def leave_sparse_attention_to_the_model() -> None:
     original = model_config.is_deepseek_dsa
 
     def is_deepseek_dsa(config: Any) -> bool:
-        asking = sys._getframe(1).f_globals["__name__"]
-        of_model = "sglang.srt.models.deepseek_v2", model_config.__name__
-        return asking in of_model and original(config)
+        caller = sys._getframe(1).f_globals["__name__"]
+        model_modules = "sglang.srt.models.deepseek_v2", model_config.__name__
+        return caller in model_modules and original(config)
 
     why = "its cache, backend and flags are for CUDA"
     patch(model_config, "is_deepseek_dsa", is_deepseek_dsa, expects="(config)", why=why)
 
 
 def record_choices() -> None:
-    """Let a server keep what its indexers choose: see ``sparse_attention``, whose twin of them tells it."""
+    """Let a server keep what its indexers choose: see ``sglang_sparse_attention``, whose twin of them tells it."""
 
     def create_indexer_capturer(
         *, model_config: Any, num_tokens: int, max_running_requests: int, device: str

@@ -137,9 +137,9 @@ class AdapterPublisher(WeightPublisher):
         self._engine.versions.record(version)
         for old in self._adapters.retire(version - self._staleness):
             self._engine.unload_adapter(adapter_name(old))
-        held = {adapter_name(loaded) for loaded in self._adapters.versions}
+        loaded_names = {adapter_name(loaded) for loaded in self._adapters.versions}
         for path in self._directory.iterdir():
-            if path.name not in held:  # or a server was lost before it had unloaded it
+            if path.name not in loaded_names:  # or a server was lost before it had unloaded it
                 shutil.rmtree(path, ignore_errors=True)
         sent = read_header(final / TENSORS)
         num_bytes = sum(kind.num_bytes for kind in sent.values())

@@ -21,7 +21,7 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def own_address(peer: str) -> str:
+def local_address(peer: str) -> str:
     """Return the address of this node that a connection to a peer would use; nothing is sent.
 
     Raises OSError for a name that does not resolve and for a peer without a route to it.
@@ -59,14 +59,14 @@ def host_of(addr: str) -> str:
     return urlsplit(addr if "://" in addr else f"http://{addr}").hostname or ""
 
 
-def address_for(peers: Sequence[str], asked: str | None = None) -> str:
+def address_for(peers: Sequence[str], named: str | None = None) -> str:
     """Choose one address by which all peers reach this node.
 
-    peers: their hosts.  asked: an address or a network interface that the user named; it wins.
+    peers: their hosts.  named: an address or a network interface that the user named; it wins.
     Without it the address is loopback if all peers are on loopback, else the address that a
     connection to the first other peer would use.
     """
-    if asked is not None:
-        return address_of_interface(asked) or asked
-    own = [own_address(peer) for peer in peers]
-    return next((address for address in own if not is_loopback(address)), LOOPBACK)
+    if named is not None:
+        return address_of_interface(named) or named
+    local = [local_address(peer) for peer in peers]
+    return next((address for address in local if not is_loopback(address)), LOOPBACK)

@@ -72,12 +72,12 @@ def read_answer(
     routes: RouteShape | None,
     decode: Callable[..., np.ndarray] = decode_routed_experts,
     index_topk: int | None = None,
-    of_adapter: bool = False,
+    serves_adapter: bool = False,
 ) -> Segment:
     """Validate and convert the answer to a request; ``decode`` makes rows of its routed experts.
 
     index_topk: the tokens that an indexer chooses for a row, where the answer must say them with its routes;
-    of_adapter: the request named the adapter of its version, and its tokens are of that.
+    serves_adapter: the request named the adapter of its version, and its tokens are of that.
 
     Raises ValueError naming the sample for an answer that contradicts itself or the request, and
     EngineError when the engine aborted the request for an error of its own.
@@ -108,7 +108,7 @@ def read_answer(
         {} if never_computed else meta, output_ids, request.sampling.mask_vocab, name
     )
     versions = _versions(meta.get("weight_versions"), output_len, name)
-    if of_adapter:
+    if serves_adapter:
         _check_base(versions, name)
         versions = np.full(output_len, request.weight_version, dtype=np.int32)
     _check_versions(versions, request.weight_version, request.exact_version, name)
@@ -155,9 +155,9 @@ def read_recheck(
     server: int,
     *,
     routes: RouteShape,
-    of_adapter: bool = False,
+    serves_adapter: bool = False,
 ) -> Rechecked:
-    """Validate and convert the answer to a text that was rechecked; of_adapter: see ``read_answer``.
+    """Validate and convert the answer to a text that was rechecked; serves_adapter: see ``read_answer``.
 
     Raises ValueError naming the sample: for an aborted one, for one that took tokens from the prefix
     cache, and for one that contradicts itself or the request.
@@ -168,10 +168,10 @@ def read_recheck(
         raise ValueError(f"sample {name}: aborted")
     # with a token from the cache the audit would hold the cache against itself
     expect_counts(meta, name, prompt_tokens=num_tokens, completion_tokens=0, cached_tokens=0)
-    held = _version(meta.get("weight_version"), name)
-    if of_adapter:
-        _check_base(np.array([held]), name)
-        held = request.weight_version
+    held_version = _version(meta.get("weight_version"), name)
+    if serves_adapter:
+        _check_base(np.array([held_version]), name)
+        held_version = request.weight_version
     scored = input_log_probs(meta, request.token_ids, name)
     start = request.rows_start
     rows = _rows(meta.get("routed_experts"), routes, num_tokens, start, name, decode_routed_experts)
@@ -180,7 +180,7 @@ def read_recheck(
         part=part,
         server=server,
         weight_version=-1 if request.weight_version is None else request.weight_version,
-        held_version=held,
+        held_version=held_version,
         token_ids=request.token_ids,
         first_row=start,
         rows=rows,
@@ -279,17 +279,19 @@ def _check_end(
     A stop token is the last one, named by the reason.  A ``length`` is the one asked for; SGLang 0.5.23
     gives less where the text comes to ``ends_at``, and then says the length that it gave.
     """
-    name, count, asked = request.name, len(output_ids), request.max_new_tokens
+    name, count, max_tokens = request.name, len(output_ids), request.max_new_tokens
     kind, sampling = reason["type"], request.sampling
     if kind == "length":
         if reason.get("length") != count:
             raise ValueError(
                 f"sample {name}: finish_reason is {reason!r}, {count} tokens were sent"
             )
-        if count != asked and (ends_at is None or len(request.token_ids) + count not in ends_at):
+        if count != max_tokens and (
+            ends_at is None or len(request.token_ids) + count not in ends_at
+        ):
             room = f", and the server has room for a text of {ends_at[-1]}" if ends_at else ""
             raise ValueError(
-                f"sample {name}: finish_reason is 'length' after {count} tokens, {asked} were asked"
+                f"sample {name}: finish_reason is 'length' after {count} tokens, {max_tokens} were asked"
                 f" for{room}"
             )
     stops = () if sampling.ignore_eos else sampling.stop_token_ids
@@ -499,18 +501,18 @@ def _within_mask(values: Any, response_len: int, name: str) -> np.ndarray:
 
 
 def _check_within_mask(
-    among: np.ndarray, of_all: np.ndarray, counts: np.ndarray, name: str
+    masked: np.ndarray, unmasked: np.ndarray, counts: np.ndarray, name: str
 ) -> None:
     """Tie log-probs to the sampling masks: none is below that among all tokens, that of one alone is 0."""
-    if (low := among < of_all - 1e-3).any():
+    if (low := masked < unmasked - 1e-3).any():
         at = int(np.argmax(low))
         raise ValueError(
-            f"sample {name}: log-prob {at} within the sampling mask is {among[at]}, expected at least"
-            f" {of_all[at]}, that among all tokens"
+            f"sample {name}: log-prob {at} within the sampling mask is {masked[at]}, expected at least"
+            f" {unmasked[at]}, that among all tokens"
         )
-    if (off := (counts == 1) & (np.abs(among) >= 1e-4)).any():
+    if (off := (counts == 1) & (np.abs(masked) >= 1e-4)).any():
         at = int(np.argmax(off))
-        raise ValueError(f"sample {name}: log-prob {at} is {among[at]} where one token was kept")
+        raise ValueError(f"sample {name}: log-prob {at} is {masked[at]} where one token was kept")
 
 
 def _numbers(values: list[Any], name: str) -> np.ndarray:

@@ -38,7 +38,7 @@ from r3train.routing.indexer_topk import num_words
 from r3train.routing.wire import decode_routed_experts
 from r3train.types import Rechecked, RecheckPart, RouteShape
 from r3train.engine.control import ServerVersions
-from r3train.engine.http import SGLangHTTP, bound_of_texts
+from r3train.engine.sglang_http import SGLangHTTP, bound_of_texts
 
 logger = logging.getLogger(__name__)
 
@@ -197,9 +197,9 @@ class SGLangClient:
 
     def _move_group(self, group_id: int, server: int) -> None:
         """Send the group's next request to another server than this one, if there is another."""
-        others = [i for i in range(len(self._load)) if i != server]
-        if others and self._server_of_group.get(group_id) == server:
-            self._server_of_group[group_id] = min(others, key=self._load.__getitem__)
+        candidates = [i for i in range(len(self._load)) if i != server]
+        if candidates and self._server_of_group.get(group_id) == server:
+            self._server_of_group[group_id] = min(candidates, key=self._load.__getitem__)
 
     async def _allowed_servers(self, weight_version: int | None, sample_id: int) -> Sequence[int]:
         """Wait until a server holds the weights that the request asks for; return all that do."""
@@ -208,10 +208,10 @@ class SGLangClient:
         deadline = time.monotonic() + self.http.request_timeout_s
         while not (holders := self._versions.holders(weight_version)):
             if time.monotonic() > deadline:
-                held = dict(zip(self.http.urls, self._versions.all(), strict=True))
+                versions = dict(zip(self.http.urls, self._versions.all(), strict=True))
                 raise EngineUnreachable(  # a restart of the servers may take longer
                     f"sample {sample_id}: no server holds weight version {weight_version} "
-                    f"(None is unknown): {held}"
+                    f"(None is unknown): {versions}"
                 )
             await asyncio.sleep(_VERSION_POLL_S)
         return holders
@@ -231,11 +231,11 @@ class SGLangClient:
 
     async def _generate(self, request: Request) -> Segment:
         sample_id, body = request.sample_id, self._body(request)
-        asked: list[int] = []  # the servers tried so far, in order
+        tried: list[int] = []  # the servers tried so far, in order
         count, busy, first_busy = 0, 0, 0.0
         while True:
             try:
-                answer, sent = await self._ask(body, request, asked)
+                answer, sent = await self._ask(body, request, tried)
                 segment = read_answer(
                     answer,
                     request,
@@ -243,9 +243,9 @@ class SGLangClient:
                     routes=self.routes if request.wants_routes else None,
                     decode=self._transport.decode,
                     index_topk=self._index_topk,
-                    of_adapter=self._adapters is not None,
+                    serves_adapter=self._adapters is not None,
                 )
-                return replace(segment, server=asked[-1])
+                return replace(segment, server=tried[-1])
             except EngineBusy as error:
                 self._on_bad_answer()
                 first_busy = first_busy if busy else time.monotonic()
@@ -255,10 +255,10 @@ class SGLangClient:
                     raise
                 self.http.check_alive()
                 logger.warning("asked again in %g s: %s", pause_s, error)
-                self._move_group(request.group_id, asked[-1])
+                self._move_group(request.group_id, tried[-1])
                 await asyncio.sleep(pause_s)
             except (*_MALFORMED, AnswerCutShort, AnswerLate, AnswerRefused) as error:
-                if isinstance(error, AnswerLate) and not await self._healthy(asked[-1]):
+                if isinstance(error, AnswerLate) and not await self._healthy(tried[-1]):
                     raise  # its /health is silent too: the server is lost
                 count += 1
                 self._on_bad_answer()
@@ -269,7 +269,7 @@ class SGLangClient:
                     cut_short = isinstance(error, AnswerCutShort)
                     raise (AnswerCutShort if cut_short else BadAnswer)(text) from error
                 logger.warning("asked again: %s", text)
-                self._move_group(request.group_id, asked[-1])
+                self._move_group(request.group_id, tried[-1])
 
     def _adapter_of(self, request: Request) -> AbstractContextManager[None]:
         """Keep the request's adapter loaded inside the context; raises EngineError if it is not."""
@@ -316,13 +316,13 @@ class SGLangClient:
         return body
 
     async def _ask(
-        self, body: dict[str, Any], request: Request, asked: list[int]
+        self, body: dict[str, Any], request: Request, tried: list[int]
     ) -> tuple[Any, Sent]:
-        """Send a request under a new id to an allowed server, which is appended to ``asked``."""
+        """Send a request under a new id to an allowed server, which is appended to ``tried``."""
         async with self._slots:
             allowed = await self._allowed_servers(request.weight_version, request.sample_id)
             server = self._server_for(request.group_id, allowed)
-            asked.append(server)
+            tried.append(server)
             # a server aborts every id that begins with the given one, so an end mark closes the id
             rid = f"{self._name}-{request.sample_id}-{next(self._requests)}."
             self._load[server] += 1
@@ -343,7 +343,7 @@ class SGLangClient:
         self._running[rid] = server
         if self._aborting:
             self._aborted.add(rid)
-        most = _bound_of(
+        most = most_answer_bytes(
             request,
             self._sent_routes if body["return_routed_experts"] else None,
             self._index_topk if "return_indexer_topk" in body else None,
@@ -387,11 +387,15 @@ class SGLangClient:
         if server is None:
             allowed = await self._allowed_servers(request.weight_version, request.sample_id)
             server = self._server_for(request.group_id, allowed)
-        held = request.weight_version if self._versions is None else self._versions.all()[server]
+        held_version = (
+            request.weight_version if self._versions is None else self._versions.all()[server]
+        )
         # it was updated or restarted since; an adapter stays next to newer ones
-        if held != request.weight_version and (self._adapters is None or held is None):
+        if held_version != request.weight_version and (
+            self._adapters is None or held_version is None
+        ):
             raise EngineError(
-                f"server {self.http.urls[server]} holds weight version {held} (None is unknown),"
+                f"server {self.http.urls[server]} holds weight version {held_version} (None is unknown),"
                 f" and no longer {request.weight_version}"
             )
         rid = f"{self._name}-again-{request.sample_id}-{next(self._requests)}."
@@ -413,7 +417,7 @@ class SGLangClient:
             part,
             server,
             routes=self._sent_routes,
-            of_adapter=self._adapters is not None,
+            serves_adapter=self._adapters is not None,
         )
 
     async def score_twice(self, request: Request, server: int) -> tuple[Segment, Rechecked]:
@@ -422,7 +426,11 @@ class SGLangClient:
         with self._adapter_of(request):
             answer, sent = await self._send(server, rid, self._body(request), request, self._direct)
         sampled = read_answer(
-            answer, request, sent, routes=self._sent_routes, of_adapter=self._adapters is not None
+            answer,
+            request,
+            sent,
+            routes=self._sent_routes,
+            serves_adapter=self._adapters is not None,
         )
         tokens = np.concatenate([request.token_ids, sampled.token_ids])
         again = replace(request, token_ids=tokens, max_new_tokens=0)
@@ -461,8 +469,10 @@ class SGLangClient:
         if self._shared_servers:
             await asyncio.gather(
                 *(
-                    self.http.call(server, "/abort_request", {"rid": own}, what="abort_request")
-                    for own, server in list(self._running.items())
+                    self.http.call(
+                        server, "/abort_request", {"rid": running_id}, what="abort_request"
+                    )
+                    for running_id, server in list(self._running.items())
                 )
             )
             return
@@ -479,20 +489,24 @@ class SGLangClient:
         await self.http.aclose()
 
 
-def _bound_of(request: Request, routes: RouteShape | None, index_topk: int | None = None) -> int:
+def most_answer_bytes(
+    request: Request, routes: RouteShape | None, index_topk: int | None = None
+) -> int:
     """Bytes that an honest answer never has.
 
     routes: as servers send them, None where none are asked; index_topk: the tokens that an indexer chooses
     for a row, where its choices are asked.
     """
     tokens = len(request.token_ids) + request.max_new_tokens
-    most = bound_of_texts(tokens)
+    num_bytes = bound_of_texts(tokens)
     if routes is not None:
-        most += int((tokens - request.rows_start) * routes.num_layers * routes.topk * _ID_BYTES)
+        num_bytes += int(
+            (tokens - request.rows_start) * routes.num_layers * routes.topk * _ID_BYTES
+        )
         if index_topk is not None:  # ids of all rows, or bits
-            of_a_layer = max(index_topk * _ID_BYTES, num_words(tokens) * _WORD_BYTES)
-            most += int(tokens * routes.num_layers * of_a_layer)
+            layer_bytes = max(index_topk * _ID_BYTES, num_words(tokens) * _WORD_BYTES)
+            num_bytes += int(tokens * routes.num_layers * layer_bytes)
     if request.sampling.mask_vocab is not None:
         kept = request.sampling.top_k if request.sampling.top_k > 0 else request.sampling.mask_vocab
-        most += request.max_new_tokens * kept * _KEPT_BYTES
-    return most
+        num_bytes += request.max_new_tokens * kept * _KEPT_BYTES
+    return num_bytes

@@ -15,7 +15,7 @@ import numpy as np
 from r3train.config.sources import raise_all
 from r3train.engine.answer import input_log_probs, meta_of, read_given
 from r3train.engine.backend import EngineError
-from r3train.engine.http import SGLangHTTP
+from r3train.engine.sglang_http import SGLangHTTP
 from r3train.engine.refusals import refused, settings_of_a_server
 from r3train.types import CanaryReadings, Reading, RouteShape
 
@@ -51,7 +51,7 @@ def _count(
     return value
 
 
-def _of_adapter(name: str | None) -> dict[str, Any]:
+def _adapter_body(name: str | None) -> dict[str, Any]:
     """Return the part of a request's body that names its adapter."""
     return {} if name is None else {"lora_path": name}
 
@@ -63,11 +63,11 @@ def _probe_id() -> str:
 def _checksums(url: str, answer: Any) -> dict[str, str]:
     """Return the checksums of every rank of a server; raises EngineError where it says none."""
     ranks = answer.get("ranks") if isinstance(answer, dict) else None
-    of_rank = [
+    rank_checksums = [
         facts.get("checksums") if isinstance(facts, dict) else None
         for facts in (ranks if isinstance(ranks, list) else ())
     ]
-    for checksums in of_rank or [None]:
+    for checksums in rank_checksums or [None]:
         texts = checksums.values() if isinstance(checksums, dict) else ()
         if not texts or not all(isinstance(text, str) for text in texts):
             raise EngineError(
@@ -76,7 +76,7 @@ def _checksums(url: str, answer: Any) -> dict[str, str]:
             )
     return {
         f"rank {rank} {name}": checksum
-        for rank, checksums in enumerate(of_rank)
+        for rank, checksums in enumerate(rank_checksums)
         for name, checksum in checksums.items()
     }
 
@@ -139,7 +139,7 @@ class EngineControl:
     ) -> None:
         self.versions = versions or ServerVersions([None] * len(addrs))
         self._sent_version: int | None = None
-        self._held: tuple[str, ...] = MEMORY
+        self._held_memory: tuple[str, ...] = MEMORY
         self._confirmed: int | None = None  # the version that servers hold whose cache is released
         self._http = SGLangHTTP(
             addrs,
@@ -203,8 +203,8 @@ class EngineControl:
         server's version is known once it holds all memory.  SGLang dies of a release with a request in
         progress, so this waits until none is.
         """
-        released = [kind for kind in self._held if kind not in kinds]
-        resumed = [kind for kind in kinds if kind not in self._held]
+        released = [kind for kind in self._held_memory if kind not in kinds]
+        resumed = [kind for kind in kinds if kind not in self._held_memory]
         if released:
             self.versions.record(None)
             if "weights" in released:
@@ -215,14 +215,14 @@ class EngineControl:
             self._post("resume_memory_occupation", {"tags": resumed})
         if released or resumed:
             logger.info("servers hold %s", ", ".join(kinds) or "nothing")
-        self._held = kinds
+        self._held_memory = kinds
         if kinds == MEMORY and self._confirmed is not None:
             self.confirm_version(self._confirmed)
 
     def restarted(self) -> None:
         """Note that all servers are new: they hold all of their memory, and nobody knows which weights."""
         self.versions.record(None)
-        self._held, self._confirmed = MEMORY, None
+        self._held_memory, self._confirmed = MEMORY, None
 
     def server_info(self) -> list[dict[str, Any]]:
         """Each server's arguments: tp_size, random_seed, enable_return_routed_experts, ..."""
@@ -406,7 +406,7 @@ class EngineControl:
         self._confirmed = version
         for server, label in enumerate(labels):
             if label == str(version):
-                if self._held == MEMORY:
+                if self._held_memory == MEMORY:
                     self.versions.record(version, server)
             else:
                 self.versions.record(None, server)
@@ -445,7 +445,7 @@ class EngineControl:
             "rid": _probe_id(),
             "input_ids": np.asarray(token_ids, dtype=np.int64).tolist(),
             "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
-            **_of_adapter(adapter),
+            **_adapter_body(adapter),
         }
         answers = self._run(self._http.call_all("/generate", body, what="cached_tokens"))
         return max(
@@ -478,7 +478,7 @@ class EngineControl:
             "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
             "return_logprob": True,
             "logprob_start_len": 0,
-            **_of_adapter(adapter),
+            **_adapter_body(adapter),
         }
         answer = self._run(self._http.call(server, "/generate", body, what="probe_log_probs"))
         url = self._http.urls[server]
@@ -505,9 +505,9 @@ class EngineControl:
         key: the cache key of this text alone, by which nothing else can fill or use the cache.
         """
         half = len(token_ids) // 2
-        asked = (token_ids, key, server, routes, adapter)
-        early, warm = (self._score(half, *asked) if halves else None for _ in range(2))
-        return CanaryReadings(early, warm, self._score(0, *asked))
+        arguments = (token_ids, key, server, routes, adapter)
+        early, warm = (self._score(half, *arguments) if halves else None for _ in range(2))
+        return CanaryReadings(early, warm, self._score(0, *arguments))
 
     def _score(
         self,
@@ -526,7 +526,7 @@ class EngineControl:
             "logprob_start_len": start,
             "return_routed_experts": True,
             "extra_key": key,
-            **_of_adapter(adapter),
+            **_adapter_body(adapter),
         }
         answer = self._run(self._http.call(server, "/generate", body, what="canary"))
         try:

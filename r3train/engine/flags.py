@@ -133,15 +133,15 @@ def server_fields(given: Mapping[str, Any]) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     problems = []
     for name, value in given.items():
-        wanted = _spelled(name)
+        flag = _spelled(name)
         # SGLang's parser takes a prefix that only one flag has
-        near = [wanted] if wanted in flags else [f for f in flags if f.startswith(wanted)]
+        near = [flag] if flag in flags else [f for f in flags if f.startswith(flag)]
         if flags and len(near) != 1:
-            close = difflib.get_close_matches(wanted, flags, n=1)
+            close = difflib.get_close_matches(flag, flags, n=1)
             hint = f" Did you mean {_flag(close[0])}?" if close else ""
-            problems.append(f"{_flag(wanted)}: the installed SGLang has no such server flag.{hint}")
+            problems.append(f"{_flag(flag)}: the installed SGLang has no such server flag.{hint}")
             continue
-        fields[flags[near[0]] if flags else wanted] = value
+        fields[flags[near[0]] if flags else flag] = value
     raise_all(problems)
     return fields
 

@@ -78,8 +78,8 @@ class Parser:
             parsed = await loop.run_in_executor(process.thread, process.ask, text, list(tools))
         if self._users is None:
             return parsed
-        own = self._users(parsed.content, tools)
-        return own if parsed.reasoning is None else replace(own, reasoning=parsed.reasoning)
+        users = self._users(parsed.content, tools)
+        return users if parsed.reasoning is None else replace(users, reasoning=parsed.reasoning)
 
     def close(self) -> None:
         """End the process, in the middle of a text too; idempotent."""
@@ -96,7 +96,7 @@ class _Process:
         except Exception as error:  # of a tokenizer's own code
             raise ValueError(_NOT_HANDED.format(error)) from error
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="parser")
-        self._told, self._closed = False, threading.Event()
+        self._has_warned, self._closed = False, threading.Event()
         self._process = self._started()
         self._is_ready = False
 
@@ -157,12 +157,14 @@ class _Process:
         return Parsed(content, reasoning, tuple(calls))
 
     def _tell(self, text: str) -> None:
-        if not self._told and not self._closed.is_set():
-            self._told = True
+        if not self._has_warned and not self._closed.is_set():
+            self._has_warned = True
             logger.warning(
                 "the parsers of answers needed more than %g s for %d characters, which count as text: %s"
                 " (later ones are not told)",
-                *(LIMIT_S, len(text), quoted(text)),
+                LIMIT_S,
+                len(text),
+                quoted(text),
             )
 
 

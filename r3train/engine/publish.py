@@ -112,16 +112,16 @@ def _units(
     Raises ValueError for the half of a pair that came alone.
     """
     partner = {a: b for pair in together for a, b in (pair, pair[::-1])}
-    held: dict[str, torch.Tensor] = {}
+    waiting: dict[str, torch.Tensor] = {}
     for name, tensor in named_tensors:
-        other = partner.get(name)
-        if other is None:
+        pair_name = partner.get(name)
+        if pair_name is None:
             yield [(name, tensor)]
-        elif other in held:
-            yield [(other, held.pop(other)), (name, tensor)]
+        elif pair_name in waiting:
+            yield [(pair_name, waiting.pop(pair_name)), (name, tensor)]
         else:
-            held[name] = tensor
-    for name in held:
+            waiting[name] = tensor
+    for name in waiting:
         raise ValueError(
             f"weight {name!r} came without {partner[name]!r}: SGLang loads the two as one tensor,"
             " and would forget it"
@@ -258,7 +258,7 @@ class DistributedPublisher(WeightPublisher):
         self.connect()
         sent: dict[str, TensorKind] = {}
         num_bytes = num_buckets = 0
-        others: list[Published] = []
+        stage_results: list[Published] = []
         on_its_way: _OnItsWay | None = None
         self._engine.begin_weight_update()
         try:
@@ -272,7 +272,7 @@ class DistributedPublisher(WeightPublisher):
                     self._arrive(on_its_way)
                 else:
                     with self._kept_in_step():
-                        others = list(self._others())
+                        stage_results = list(self._other_stages())
                 on_its_way = None
                 on_its_way = self._send(kinds, flat, version if is_last else None)
                 num_bytes += flat.nbytes
@@ -292,13 +292,13 @@ class DistributedPublisher(WeightPublisher):
         self._engine.end_weight_update()
         if self._device.type == "cuda":  # its allocator gives it to the next step, and is quick
             self._memory = _BucketMemory(self._device)
-        for part in others:
-            sent |= part.sent
-            num_bytes += part.num_bytes
-            num_buckets += part.num_buckets
+        for stage in stage_results:
+            sent |= stage.sent
+            num_bytes += stage.num_bytes
+            num_buckets += stage.num_buckets
         return Published(version, sent, num_bytes, num_buckets, time.monotonic() - began)
 
-    def _others(self) -> Iterable[Published]:
+    def _other_stages(self) -> Iterable[Published]:
         """Let other ranks send their parts of the update; returns those, without a version."""
         return ()
 
@@ -359,8 +359,8 @@ class DistributedPublisher(WeightPublisher):
 
     def _wait(
         self,
-        ours: Callable[[], bool],
-        theirs: Future[None],
+        is_sent: Callable[[], bool],
+        loaded: Future[None],
         failure: str,
         *,
         begins: bool = False,
@@ -368,9 +368,9 @@ class DistributedPublisher(WeightPublisher):
         """Wait until both sides are done, or where it only ``begins`` ours; raise at once if a server refuses or dies."""
         deadline = time.monotonic() + self._timeout.total_seconds()
         next_alive = time.monotonic() + _ALIVE_EVERY_S
-        while not (ours() and (begins or theirs.done())):
-            if theirs.done():
-                theirs.result()  # raises when a server refused: its ranks will never take part
+        while not (is_sent() and (begins or loaded.done())):
+            if loaded.done():
+                loaded.result()  # raises when a server refused: its ranks will never take part
             now = time.monotonic()
             if now > deadline:
                 raise WeightUpdateError(f"{failure} within {self._timeout}")
@@ -379,7 +379,7 @@ class DistributedPublisher(WeightPublisher):
                 self._engine.check_alive()
             time.sleep(_POLL_S)
         if not begins:
-            theirs.result()
+            loaded.result()
 
     def reconnect(self) -> None:
         """Drop the group, after a restart of servers: the next ``publish`` makes a new one."""
@@ -488,10 +488,10 @@ def _with_last(items: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
     """Yield each item with False, the last one with True."""
     iterator = iter(items)
     try:
-        held = next(iterator)
+        previous = next(iterator)
     except StopIteration:
         return
     for item in iterator:
-        yield held, False
-        held = item
-    yield held, True
+        yield previous, False
+        previous = item
+    yield previous, True

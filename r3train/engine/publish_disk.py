@@ -66,9 +66,9 @@ class DiskPublisher(WeightPublisher):
         self._engine.update_weights_from_disk(
             str(final), weight_version=version, flush_cache=self._flush_cache
         )
-        for other in self._directory.iterdir():
-            if other != final and _VERSION_DIR.fullmatch(other.name):
-                shutil.rmtree(other, ignore_errors=True)
+        for path in self._directory.iterdir():
+            if path != final and _VERSION_DIR.fullmatch(path.name):
+                shutil.rmtree(path, ignore_errors=True)
         seconds = time.monotonic() - began
         return Published(version, read_headers(final), num_bytes, num_shards, seconds)
 

@@ -92,8 +92,8 @@ def other_models(model: Path) -> str:
     names = load_json_object(config).get("architectures") or ["-"]
     folder = Path(sglang.submodule_search_locations[0]) / "srt" / "models"
     texts = {file.stem: file.read_text() for file in sorted(folder.glob("*.py"))}
-    others = [name for name, text in texts.items() if f"class {names[0]}(" not in text]
-    return ",".join(others) if len(others) < len(texts) else ""
+    unused = [name for name, text in texts.items() if f"class {names[0]}(" not in text]
+    return ",".join(unused) if len(unused) < len(texts) else ""
 
 
 def server_flags(args: Mapping[str, object]) -> list[str]:

@@ -26,7 +26,7 @@ from r3train.types import Rechecked, RecheckPart
 logger = logging.getLogger(__name__)
 
 _MAX_BACKOFF_S = 60.0
-_ASKED_S = 2.0  # ask for health only while somebody waits for the servers
+_IDLE_S = 2.0  # ask for health only while somebody waits for the servers
 _POLL_S = 0.1
 
 
@@ -52,7 +52,7 @@ class EngineSupervisor:
         self._backoff_s = backoff_s
         self._health_timeout_s = health_timeout_s
         self._lock = threading.Lock()
-        self._asked = 0.0
+        self._last_check_s = 0.0
         self._lost: str | None = None
         self._epoch = 0  # number of restarts after which the servers served again
         self._version = 0  # weights that were published after the last restart
@@ -84,7 +84,7 @@ class EngineSupervisor:
 
     def check(self) -> None:
         """Raise EngineDied when a server has ended or hangs."""
-        self._asked = time.monotonic()
+        self._last_check_s = time.monotonic()
         with self._lock:
             if self._lost is not None:
                 raise EngineDied(self._lost)
@@ -167,7 +167,7 @@ class EngineSupervisor:
         sign_of_life = time.monotonic()
         pause_s = min(2.0, self._health_timeout_s / 4)
         while not self._closed.wait(pause_s):
-            if time.monotonic() - self._asked > max(_ASKED_S, 2 * pause_s):
+            if time.monotonic() - self._last_check_s > max(_IDLE_S, 2 * pause_s):
                 sign_of_life = time.monotonic()  # nobody waits: silence is no fault
                 continue
             with self._probing:

@@ -14,7 +14,7 @@ import numpy as np
 
 from r3train.engine.answer import input_log_probs, meta_of
 from r3train.engine.backend import EngineError
-from r3train.engine.http import SGLangHTTP, bound_of_texts
+from r3train.engine.sglang_http import SGLangHTTP, bound_of_texts
 from r3train.types import RolloutSample
 
 logger = logging.getLogger(__name__)
@@ -57,9 +57,9 @@ class ServedTeacher:
         naming teacher and sample.
         """
         log_probs = np.zeros(sample.num_tokens, np.float32)
-        own = np.flatnonzero(sample.loss_mask)
-        if len(own):
-            start = int(own[0]) - 1  # its row predicts the first
+        response = np.flatnonzero(sample.loss_mask)
+        if len(response):
+            start = int(response[0]) - 1  # its row predicts the first
             assert start >= 0, f"sample {sample.sample_id} begins with a token of the model"
             scored = await self._scored(sample, start)
             log_probs[start:] = np.where(sample.loss_mask[start:], scored, 0)
@@ -113,11 +113,11 @@ class ServedTeacher:
                     f"detokenize: {str(answer)[:200]!r}, expected {len(ids)} texts; a teacher must be"
                     " started with its tokenizer"
                 )
-            for (token,), theirs in zip(ids, texts):
-                if (ours := decode([token])) != theirs:
+            for (token,), teacher_text in zip(ids, texts):
+                if (student_text := decode([token])) != teacher_text:
                     raise ValueError(
                         f"teacher {self._http.urls[0]}: its tokenizer is another one: token {token} is"
-                        f" {theirs!r} there and {ours!r} here"
+                        f" {teacher_text!r} there and {student_text!r} here"
                     )
 
     async def aclose(self) -> None:

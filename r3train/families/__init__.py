@@ -1,7 +1,7 @@
 """Model families whose numbers were compared with transformers; every other one is refused by name.
 
 A family is one file here, found by its name.  It says what config.json must have, which weights there are
-(``weights``, ``rows``) and what its tiny model is; names, shapes, loading, export and the cases of the tests
+(``weights``, ``weight_rows``) and what its tiny model is; names, shapes, loading, export and the cases of the tests
 follow from that.  Never imports torch: the doctor and a dry run read it.
 """
 
@@ -64,14 +64,14 @@ def sent_together(hf: HfModelFacts) -> tuple[tuple[str, ...], ...]:
 
 def has_sinks(model_type: str) -> bool:
     """Return True for a verified family whose attention has sinks."""
-    rows = FAMILIES[model_type].weights.of_layer if model_type in FAMILIES else ()
+    rows = FAMILIES[model_type].weights.layer_weights if model_type in FAMILIES else ()
     return any(weight.name.endswith("softmax_offset") for weight in rows)
 
 
 def is_of_text_and_images(model_type: str | None) -> bool:
     """Return True for a verified family that is the language model of a model of text and images."""
     family = FAMILIES.get(model_type or "")
-    return family is not None and family.of_text_and_images
+    return family is not None and family.is_multimodal
 
 
 def cpu_attention_of(model_type: str) -> str:

@@ -12,7 +12,9 @@ from r3train.families.family import keys_of, model_arguments, model_weights, tra
 from r3train.families.transformer import ROPE_KEYS
 
 _MTP_COUNTS = (
-    *("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules"),
+    "num_nextn_predict_layers",
+    "num_mtp_layers",
+    "num_mtp_modules",
     "mtp_num_hidden_layers",
 )
 
@@ -94,9 +96,9 @@ def topology_conflicts(hf: HfModelFacts, parallel: ParallelSection) -> Iterator[
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     content = load_model_config(hf.path)
     for key, reason in family.whole_heads.items():
-        heads, of_contexts = content.get(key), cp if key in family.heads_of_contexts else 1
-        if isinstance(heads, int) and heads % (tp * of_contexts):
-            times = f" times --context-parallel-size {cp}" if of_contexts > 1 else ""
+        heads, context_ranks = content.get(key), cp if key in family.heads_of_contexts else 1
+        if isinstance(heads, int) and heads % (tp * context_ranks):
+            times = f" times --context-parallel-size {cp}" if context_ranks > 1 else ""
             yield (
                 f"--tensor-model-parallel-size {tp}{times} does not divide {key} {heads} of"
                 f" {hf.model_type}: {reason}"

@@ -13,7 +13,7 @@ from r3train.families.deepseek_v3 import (
     tiny_moonlight,
 )
 from r3train.families.family import SILU
-from r3train.families.rows import DENSE_MLP, SHARED_EXPERTS, experts, router
+from r3train.families.weight_rows import DENSE_MLP, SHARED_EXPERTS, experts, router
 from r3train.families.tiny_options import TinyModel, TinyOptions
 from r3train.families.transformer import Fields, Keys
 from r3train.families.weights import Table

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from r3train.families.family import SILU, Config, Family
-from r3train.families.rows import (
+from r3train.families.weight_rows import (
     ATTENTION,
     DENSE_MLP,
     INPUT_NORM,
@@ -158,8 +158,8 @@ def tiny_latent(o: TinyOptions, **more: Any) -> dict[str, Any]:
 
 def tiny_moonlight(o: TinyOptions, **more: Any) -> dict[str, Any]:
     """Return the keys with queries as they are, plain positions, one group, two shared experts."""
-    own = dict(q_lora_rank=None, n_shared_experts=2, routed_scaling_factor=2.446)
-    return tiny_latent(o) | ONE_GROUP | own | more
+    sizes = dict(q_lora_rank=None, n_shared_experts=2, routed_scaling_factor=2.446)
+    return tiny_latent(o) | ONE_GROUP | sizes | more
 
 
 def tiny_deepseek_v3(o: TinyOptions) -> dict[str, Any]:
@@ -172,9 +172,12 @@ def tiny_deepseek_v3(o: TinyOptions) -> dict[str, Any]:
 DEEPSEEK_V3 = Family(
     Table(
         (
-            *(*LATENT_ATTENTION, *DENSE_MLP, router()),
+            *LATENT_ATTENTION,
+            *DENSE_MLP,
+            router(),
             expert_bias("mlp.gate.e_score_correction_bias"),
-            *(*experts(), *SHARED_EXPERTS),
+            *experts(),
+            *SHARED_EXPERTS,
         )
     ),
     deepseek_v3,

@@ -11,7 +11,7 @@ from r3train.families.deepseek_v3 import (
     deepseek_v3,
     tiny_deepseek_v3,
 )
-from r3train.families.rows import ATTENTION, vector, whole
+from r3train.families.weight_rows import ATTENTION, vector, whole
 from r3train.families.tiny_options import TinyModel, TinyOptions
 from r3train.families.transformer import Fields, Keys
 from r3train.families.weights import DiskTensor, Table, Weight
@@ -45,7 +45,7 @@ def sparse_table() -> Table:
     """Return DeepSeek-V3's weights and the indexer's; its norm of queries is apart, which the indexer reads."""
     rows = (
         replace(row, te_name="") if row.name.endswith("q_layernorm.weight") else row
-        for row in DEEPSEEK_V3.weights.of_layer
+        for row in DEEPSEEK_V3.weights.layer_weights
     )
     return Table((*rows, *INDEXER))
 

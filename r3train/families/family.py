@@ -13,7 +13,7 @@ from r3train.families.transformer import (
     Fields,
     Keys,
     no_fields,
-    of_every_family,
+    common_fields,
     whole_heads_rotate,
 )
 from r3train.families.weights import ModelWeights, Sizes, Table
@@ -92,7 +92,7 @@ class Family:
     """The largest difference, in nats, between SGLang's log-probs and the actor's in float32."""
 
     @property
-    def of_text_and_images(self) -> bool:
+    def is_multimodal(self) -> bool:
         """True for the language model of a model of text and images: its keys are in text_config."""
         return "." in self.weights.prefix
 
@@ -112,7 +112,7 @@ def keys_of(family: Family, hf: HfModelFacts) -> Keys:
 def transformer_fields(family: Family, hf: HfModelFacts) -> Fields:
     """Return the fields of TransformerConfig; raises ValueError naming a key that config.json lacks."""
     keys = keys_of(family, hf)
-    return of_every_family(keys) | family.transformer(keys)
+    return common_fields(keys) | family.transformer(keys)
 
 
 def model_arguments(family: Family, hf: HfModelFacts) -> Fields:
@@ -184,16 +184,16 @@ _MIXERS = {"M": "mamba", "*": "full", "E": "sparse", "-": "dense"}
 
 
 def _traits(hf: HfModelFacts, config: Config) -> tuple[frozenset[str], ...]:
-    """Return the traits of each layer, see ``rows``."""
+    """Return the traits of each layer, see ``weight_rows``."""
     if mixers := config.get("hybrid_override_pattern"):
         return tuple(frozenset({_MIXERS[letter]}) for letter in mixers)
     compressed = config.get("q_lora_rank") is not None
-    of_all = {"q_rank" if compressed else "no_q_rank"}
+    common = {"q_rank" if compressed else "no_q_rank"}
     if config.get("use_qk_norm"):
-        of_all.add("qk_norm")
+        common.add("qk_norm")
     return tuple(
         frozenset(
-            of_all
+            common
             | {"sparse" if number in hf.moe_layer_numbers else "dense"}
             | {"linear" if is_linear else "full"}
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from r3train.families.family import SILU, Family
-from r3train.families.rows import (
+from r3train.families.weight_rows import (
     DENSE_MLP,
     HEADS,
     INPUT_NORM,
@@ -54,9 +54,16 @@ def _tiny(o: TinyOptions) -> dict[str, Any]:
 GLM4_MOE = Family(
     Table(
         (
-            *(INPUT_NORM, *HEADS, qkv("bias"), *qk_norms(layers=("qk_norm",))),
-            *(MLP_NORM, *DENSE_MLP, router(), expert_bias("mlp.gate.e_score_correction_bias")),
-            *(*experts(), *SHARED_EXPERTS),
+            INPUT_NORM,
+            *HEADS,
+            qkv("bias"),
+            *qk_norms(layers=("qk_norm",)),
+            MLP_NORM,
+            *DENSE_MLP,
+            router(),
+            expert_bias("mlp.gate.e_score_correction_bias"),
+            *experts(),
+            *SHARED_EXPERTS,
         )
     ),
     _transformer,

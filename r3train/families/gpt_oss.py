@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from r3train.families.family import Config, Family
-from r3train.families.rows import (
+from r3train.families.weight_rows import (
     ATTENTION,
     HEADS,
     INPUT_NORM,
@@ -78,7 +78,9 @@ def _tiny(o: TinyOptions) -> dict[str, Any]:
 GPT_OSS = Family(
     Table(
         (
-            *(INPUT_NORM, *HEADS, qkv("bias")),
+            INPUT_NORM,
+            *HEADS,
+            qkv("bias"),
             vector(f"{ATTENTION}linear_proj.bias", "self_attn.o_proj.bias", "hidden"),
             vector(
                 f"{ATTENTION}core_attention.softmax_offset",
@@ -86,7 +88,8 @@ GPT_OSS = Family(
                 "heads",
                 sharded="rows",
             ),
-            *(MLP_NORM, router("mlp.router.weight")),
+            MLP_NORM,
+            router("mlp.router.weight"),
             vector("mlp.router.bias", "mlp.router.bias", "experts", layers=("sparse",)),
             *fused_experts(**_LAYOUT),
             *fused_experts("bias", **_LAYOUT),
@@ -149,23 +152,23 @@ def attention_with_sinks(runner: Any) -> Any:
             window = layer.sliding_window_size
             windowed = window is not None and window > -1
             queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim).split(lengths)
-            for i, own in enumerate(queries):
+            for i, query in enumerate(queries):
                 total = int(batch.seq_lens[i])
                 slots = self.req_to_token_pool.req_to_token[batch.req_pool_indices[i], :total]
                 if windowed and self.use_sliding_window_kv_pool:
                     slots = pool.translate_loc_from_full_to_swa(slots)
-                at, seen = torch.arange(total - len(own), total)[:, None], torch.arange(total)
+                at, seen = torch.arange(total - len(query), total)[:, None], torch.arange(total)
                 allowed = seen <= at
                 if windowed:
                     allowed &= seen >= at - window
                 mask = torch.zeros(allowed.shape, dtype=q.dtype).masked_fill(~allowed, -torch.inf)
                 key, value = (x[slots].to(q.dtype).movedim(0, 1) for x in (keys, values))
                 if sinks is not None:
-                    sink = sinks.to(q.dtype).view(-1, 1, 1).expand(-1, len(own), 1)
+                    sink = sinks.to(q.dtype).view(-1, 1, 1).expand(-1, len(query), 1)
                     mask = torch.cat([mask.expand(len(sink), -1, -1), sink], -1)
                     key, value = (F.pad(x, (0, 0, 0, 1)) for x in (key, value))
                 out = F.scaled_dot_product_attention(
-                    own.movedim(0, 1)[None],
+                    query.movedim(0, 1)[None],
                     key[None],
                     value[None],
                     attn_mask=mask,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from r3train.families.family import SILU, Config, Family
-from r3train.families.rows import (
+from r3train.families.weight_rows import (
     DENSE_MLP,
     HEADS,
     INPUT_NORM,
@@ -51,9 +51,15 @@ def _tiny(o: TinyOptions) -> dict[str, Any]:
 HY_V3 = Family(
     Table(
         (
-            *(INPUT_NORM, *HEADS, *qk_norms(), MLP_NORM, *DENSE_MLP),
-            *(router("mlp.router.gate.weight"), expert_bias("mlp.expert_bias")),
-            *(*experts(), *shared_experts("mlp.shared_mlp", "expert")),
+            INPUT_NORM,
+            *HEADS,
+            *qk_norms(),
+            MLP_NORM,
+            *DENSE_MLP,
+            router("mlp.router.gate.weight"),
+            expert_bias("mlp.expert_bias"),
+            *experts(),
+            *shared_experts("mlp.shared_mlp", "expert"),
         )
     ),
     _transformer,

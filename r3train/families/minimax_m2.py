@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from r3train.families.family import SILU, Config, Family
-from r3train.families.rows import (
+from r3train.families.weight_rows import (
     HEADS,
     INPUT_NORM,
     MLP_NORM,
@@ -56,7 +56,10 @@ def _tiny(o: TinyOptions) -> dict[str, Any]:
 MINIMAX_M2 = Family(
     Table(
         (
-            *(INPUT_NORM, *HEADS, *WIDE_NORMS, MLP_NORM),
+            INPUT_NORM,
+            *HEADS,
+            *WIDE_NORMS,
+            MLP_NORM,
             router("block_sparse_moe.gate.weight"),
             expert_bias("block_sparse_moe.e_score_correction_bias"),
             *W123,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from r3train.families.family import SILU, Family
-from r3train.families.rows import HEADS, INPUT_NORM, MLP_NORM, W123, router
+from r3train.families.weight_rows import HEADS, INPUT_NORM, MLP_NORM, W123, router
 from r3train.families.tiny_options import TinyModel, TinyOptions, with_local_experts
 from r3train.families.transformer import FUSED, Fields, Keys, experts as experts_of
 from r3train.families.weights import Table

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from r3train.families.family import Config, Family
-from r3train.families.rows import ATTENTION, column, expert_bias, router, row, vector
+from r3train.families.weight_rows import ATTENTION, column, expert_bias, router, row, vector
 from r3train.families.tiny_options import TinyModel, TinyOptions, with_experts
 from r3train.families.transformer import Fields, Keys, sigmoid_and_shared
 from r3train.families.weights import DiskTensor, Table, Weight
@@ -20,7 +20,7 @@ def _norm(name: str, layers: tuple[str, ...], te_name: str = "") -> Weight:
     return vector(name, "norm.weight", "hidden", te_name=te_name, layers=layers)
 
 
-def _of_heads(name: str) -> Weight:
+def _per_head(name: str) -> Weight:
     return vector(
         f"{ATTENTION}{name}", f"mixer.{name}", "mamba_heads", sharded="rows", layers=_MAMBA
     )
@@ -44,7 +44,7 @@ _MIXER = (
     ),
     _convolution("weight", (1, "mamba_kernel")),
     _convolution("bias", ()),
-    *(_of_heads(name) for name in ("A_log", "D", "dt_bias")),
+    *(_per_head(name) for name in ("A_log", "D", "dt_bias")),
     vector(f"{ATTENTION}norm.weight", "mixer.norm.weight", _INNER, sharded="rows", layers=_MAMBA),
     row(f"{ATTENTION}out_proj.weight", "mixer.out_proj.weight", _INNER, layers=_MAMBA, lora=False),
 )
@@ -184,7 +184,7 @@ NEMOTRON_H = Family(
     defaults=_DEFAULTS,
     rotary=_no_positions,
     layers="mamba",
-    tiny={"nemotron_h": TinyModel("NemotronH", _tiny, of_options=_published)},
+    tiny={"nemotron_h": TinyModel("NemotronH", _tiny, option_keys=_published)},
 )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from r3train.families.family import SILU, Config, Family
-from r3train.families.rows import HEADS, INPUT_NORM, MLP_NORM, WIDE_NORMS, experts, router
+from r3train.families.weight_rows import HEADS, INPUT_NORM, MLP_NORM, WIDE_NORMS, experts, router
 from r3train.families.tiny_options import TinyModel, TinyOptions
 from r3train.families.transformer import FUSED, Fields, Keys, experts as experts_of
 from r3train.families.weights import Table

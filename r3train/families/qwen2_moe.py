@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from r3train.families.family import SILU, Family
-from r3train.families.rows import (
+from r3train.families.weight_rows import (
     DENSE_MLP,
     GATED_SHARED_EXPERT,
     HEADS,
@@ -44,8 +44,14 @@ def _tiny(o: TinyOptions) -> dict[str, Any]:
 QWEN2_MOE = Family(
     Table(
         (
-            *(INPUT_NORM, *HEADS, qkv("bias"), MLP_NORM, *DENSE_MLP),
-            *(router(), *experts(), *GATED_SHARED_EXPERT),
+            INPUT_NORM,
+            *HEADS,
+            qkv("bias"),
+            MLP_NORM,
+            *DENSE_MLP,
+            router(),
+            *experts(),
+            *GATED_SHARED_EXPERT,
         ),
     ),
     qwen2_moe,

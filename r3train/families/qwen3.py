@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from r3train.families.family import SILU, Family
-from r3train.families.rows import DENSE_MLP, HEADS, INPUT_NORM, MLP_NORM, qk_norms
+from r3train.families.weight_rows import DENSE_MLP, HEADS, INPUT_NORM, MLP_NORM, qk_norms
 from r3train.families.tiny_options import TinyModel, TinyOptions
 from r3train.families.transformer import Fields, Keys
 from r3train.families.weights import Table

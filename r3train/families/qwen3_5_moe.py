@@ -16,7 +16,7 @@ from r3train.families.qwen3_next import (
     hybrid_conflicts,
     tiny_hybrid,
 )
-from r3train.families.rows import fused_experts
+from r3train.families.weight_rows import fused_experts
 from r3train.families.tiny_options import (
     HALF_ROTATED,
     TinyModel,
@@ -59,7 +59,8 @@ QWEN3_5_MOE = replace(
     QWEN3_NEXT,
     weights=Table(
         (
-            *(*HYBRID, *delta_net(*_INPUTS)),
+            *HYBRID,
+            *delta_net(*_INPUTS),
             *fused_experts(alternate=False, transposed=False, lora=False),
         ),
         prefix="model.language_model",

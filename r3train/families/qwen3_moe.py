@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from r3train.families.qwen3 import QWEN3
-from r3train.families.rows import experts, router
+from r3train.families.weight_rows import experts, router
 from r3train.families.tiny_options import TinyModel, TinyOptions, with_experts
 from r3train.families.transformer import FUSED_AND_PERSISTENT, Fields, Keys, experts as experts_of
 from r3train.families.weights import Table
@@ -26,7 +26,7 @@ def tiny_qwen3_moe(o: TinyOptions) -> dict[str, Any]:
 
 QWEN3_MOE = replace(
     QWEN3,
-    weights=Table((*QWEN3.weights.of_layer, router(), *experts())),
+    weights=Table((*QWEN3.weights.layer_weights, router(), *experts())),
     transformer=_transformer,
     defaults={"norm_topk_prob": False},
     adapters_served=True,

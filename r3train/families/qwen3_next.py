@@ -9,7 +9,7 @@ from typing import Any
 from r3train.families.family import SILU, Config, Family, linear_layers
 from r3train.families.qwen2_moe import qwen2_moe
 from r3train.families.qwen3_moe import tiny_qwen3_moe
-from r3train.families.rows import (
+from r3train.families.weight_rows import (
     ATTENTION,
     DENSE_MLP,
     GATED_SHARED_EXPERT,
@@ -83,8 +83,13 @@ _INPUT_NORMS = (
 )
 # of a layer but its delta net and its experts
 HYBRID = (
-    *(*_INPUT_NORMS, GATED_QKV, replace(HEADS[1], layers=_FULL), *qk_norms(layers=_FULL)),
-    *(MLP_NORM, router(), *GATED_SHARED_EXPERT),
+    *_INPUT_NORMS,
+    GATED_QKV,
+    replace(HEADS[1], layers=_FULL),
+    *qk_norms(layers=_FULL),
+    MLP_NORM,
+    router(),
+    *GATED_SHARED_EXPERT,
 )
 
 
@@ -109,8 +114,11 @@ def hybrid_conflicts(config: Config) -> Iterator[str]:
 
 
 _LINEAR_SIZES = (
-    *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
-    *("linear_num_key_heads", "linear_num_value_heads"),
+    "linear_conv_kernel_dim",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
 )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from r3train.families.qwen3 import QWEN3
 from r3train.families.qwen3_moe import QWEN3_MOE, tiny_qwen3_moe
-from r3train.families.rows import fused_experts, router
+from r3train.families.weight_rows import fused_experts, router
 from r3train.families.tiny_options import TinyModel, TinyOptions, positions_on_three_axes, vision
 from r3train.families.weights import Table
 
@@ -36,7 +36,8 @@ QWEN3_VL_MOE = replace(
     QWEN3_MOE,
     weights=Table(
         (
-            *(*QWEN3.weights.of_layer, router()),
+            *QWEN3.weights.layer_weights,
+            router(),
             *fused_experts(alternate=False, transposed=True, lora=False),
         ),
         prefix="model.language_model",

@@ -62,7 +62,7 @@ class TinyModel:
 
     ``kind``: of transformers' classes, the name before Config and ForCausalLM.  ``sizes``: the
     configuration next to what all families share.  ``published``: keys of a published config.json that
-    transformers does not save, and SGLang reads.  ``of_options``: those of them that follow from the options.
+    transformers does not save, and SGLang reads.  ``option_keys``: those of them that follow from the options.
     ``vision``: of a model of text and images, which has all
     these in text_config, the keys next to that: of its vision tower, and others, which are written as they are.  ``experts``: how published files hold them, where
     transformers saves them otherwise: "together", all of a layer in one tensor, or "turned", the first axis of their
@@ -75,7 +75,7 @@ class TinyModel:
     vision: Callable[[TinyOptions], dict[str, Any]] | None = None
     experts: Literal["", "together", "turned"] = ""
     names: Mapping[str, str] = field(default_factory=dict)
-    of_options: Callable[[TinyOptions], dict[str, Any]] = no_keys
+    option_keys: Callable[[TinyOptions], dict[str, Any]] = no_keys
     recipe_version: int = 1
 
 

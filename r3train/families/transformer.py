@@ -74,7 +74,7 @@ FUSED = {"bias_activation_fusion": True, "bias_dropout_fusion": True}
 FUSED_AND_PERSISTENT = FUSED | {"persist_layer_norm": True}
 
 
-def of_every_family(keys: Keys) -> Fields:
+def common_fields(keys: Keys) -> Fields:
     """Return the fields that all families have."""
     heads = keys["num_attention_heads"]
     return {

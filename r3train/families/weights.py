@@ -36,7 +36,7 @@ Size = str | int
 # sizes of config.json by their names in a table
 Sizes = Mapping[str, int]
 Shape = tuple[int, ...]
-_OF_EXPERT = "mlp.experts."
+_EXPERT_PREFIX = "mlp.experts."
 
 
 def number(size: Size, sizes: Sizes) -> int:
@@ -103,9 +103,9 @@ class Weight:
         assert on_disk == sorted(every), f"{self.name}: parts {on_disk} on disk, {every} here"
 
     @property
-    def of_expert(self) -> bool:
+    def is_expert(self) -> bool:
         """True where each expert has its own."""
-        return self.name.startswith(_OF_EXPERT)
+        return self.name.startswith(_EXPERT_PREFIX)
 
 
 def shape(weight: Weight, tensor: DiskTensor, sizes: Sizes) -> Shape:
@@ -120,12 +120,12 @@ def shape(weight: Weight, tensor: DiskTensor, sizes: Sizes) -> Shape:
 class Table:
     """All weights of a family.
 
-    ``of_layer``: those of its layers.  Embedding, last norm and output layer are the same in all families.
+    ``layer_weights``: those of its layers.  Embedding, last norm and output layer are the same in all families.
     ``prefix``: what all names but the output layer's begin with.  ``output``: the output layer's name.
     ``embedding``, ``norm``: the names of the embedding and of the last norm behind the prefix.  ``expert_width``: the key of config.json that is an expert's width.
     """
 
-    of_layer: tuple[Weight, ...]
+    layer_weights: tuple[Weight, ...]
     prefix: str = "model"
     output: str = "lm_head.weight"
     embedding: str = "embed_tokens"
@@ -133,7 +133,7 @@ class Table:
     expert_width: str = "moe_intermediate_size"
 
     @cached_property
-    def of_model(self) -> tuple[Weight, ...]:
+    def model_weights(self) -> tuple[Weight, ...]:
         """The weights outside the layers: embedding, last norm, output layer."""
         tensors = (f"{self.prefix}.{name}.weight" for name in (self.embedding, self.norm))
         embedding, norm, output = map(DiskTensor, (*tensors, self.output))
@@ -147,7 +147,7 @@ class Table:
     @property
     def has_fused_experts(self) -> bool:
         """True where all experts of a layer are one tensor on disk."""
-        return any(t.all_experts for weight in self.of_layer for t in weight.disk)
+        return any(t.all_experts for weight in self.layer_weights for t in weight.disk)
 
 
 OUTPUT_LAYER = "output_layer.weight"
@@ -165,10 +165,12 @@ class ModelWeights:
     traits: tuple[frozenset[str], ...]
     tied: bool
 
-    def of_layer(self, layer_id: int) -> list[Weight]:
+    def layer_weights(self, layer_id: int) -> list[Weight]:
         """Return the weights that a layer has."""
-        own = self.traits[layer_id]
-        return [weight for weight in self.table.of_layer if own.issuperset(weight.layers)]
+        layer_traits = self.traits[layer_id]
+        return [
+            weight for weight in self.table.layer_weights if layer_traits.issuperset(weight.layers)
+        ]
 
     def layer_prefix(self, layer_id: int) -> str:
         """Return what the names of a layer's tensors begin with."""
@@ -176,12 +178,12 @@ class ModelWeights:
 
     def rows(self) -> Iterator[tuple[Weight, str]]:
         """Yield every weight of the model with the beginning of its tensors' names."""
-        for weight in self.table.of_model:
+        for weight in self.table.model_weights:
             if not (self.tied and weight.name == OUTPUT_LAYER):
                 yield weight, ""
         for layer_id in range(len(self.traits)):
             prefix = self.layer_prefix(layer_id)
-            yield from ((weight, prefix) for weight in self.of_layer(layer_id))
+            yield from ((weight, prefix) for weight in self.layer_weights(layer_id))
 
     def names(self, prefix: str, tensor: DiskTensor) -> list[str]:
         """Return the names of one kind of tensor in a layer: one, or one for each expert."""
@@ -195,8 +197,8 @@ class ModelWeights:
         """Return the shape of every tensor that the actor loads and exports, by its name on disk."""
         found: dict[str, Shape] = {}
         for weight, prefix in self.rows():
-            for tensor, of_tensor in zip(weight.disk, self.shapes_of(weight)):
-                found.update(dict.fromkeys(self.names(prefix, tensor), of_tensor))
+            for tensor, tensor_shape in zip(weight.disk, self.shapes_of(weight)):
+                found.update(dict.fromkeys(self.names(prefix, tensor), tensor_shape))
         return found
 
     def shapes_of(self, weight: Weight) -> list[Shape]:

@@ -104,7 +104,7 @@ class Model:
     def of_stage(self, layers: Iterable[int], *, is_first: bool, is_last: bool) -> Parameters:
         """Count a pipeline stage's: of its layers (1-based), of the embedding, of the norm and output layer."""
         found = reduce(Parameters.__add__, (self.layers[n - 1].parameters for n in layers), _NONE)
-        embedding, norm, output = self.table.table.of_model
+        embedding, norm, output = self.table.table.model_weights
         if is_first:
             found += self._parameters([embedding], "")
         if is_last:
@@ -116,8 +116,8 @@ class Model:
     def _parameters(self, weights: Iterable[Weight], prefix: str) -> Parameters:
         found = dict.fromkeys(Parameters.__dataclass_fields__, 0)
         for weight in weights:
-            kind = "expert" if weight.of_expert else "split" if weight.sharded else "whole"
-            adapter = "adapter_expert" if weight.of_expert else "adapter_dense"
+            kind = "expert" if weight.is_expert else "split" if weight.sharded else "whole"
+            adapter = "adapter_expert" if weight.is_expert else "adapter_dense"
             for tensor, shape in zip(weight.disk, self.table.shapes_of(weight)):
                 each = self.table.sizes["experts"] if "{e}" in tensor.name else 1
                 found[kind] += each * prod(shape)
@@ -127,7 +127,7 @@ class Model:
         return Parameters(**found)
 
     def _layer(self, table: ModelWeights, layer_id: int) -> Layer:
-        weights, values, topk = table.of_layer(layer_id), 0, self.hf.num_experts_per_tok
+        weights, values, topk = table.layer_weights(layer_id), 0, self.hf.num_experts_per_tok
         rows: dict[str, int] = {}  # of attention's tensors
         for weight in weights:
             for tensor, shape in zip(weight.disk, table.shapes_of(weight)):
@@ -135,7 +135,7 @@ class Model:
                 if not weight.columns:  # vectors keep nothing
                     continue
                 if (
-                    weight.of_expert
+                    weight.is_expert
                 ):  # a token's input of all its experts counts once, with what is sent
                     values += topk * (sum(shape[-2:]) - self.hf.hidden_size)
                 else:

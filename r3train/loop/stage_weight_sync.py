@@ -47,7 +47,7 @@ class PerStagePublisher(DistributedPublisher):
         send_json(dict.fromkeys(self._waiting, {"error": "the update has failed"}))
         self._waiting = list(self._leaders)
 
-    def _others(self) -> Iterator[Published]:
+    def _other_stages(self) -> Iterator[Published]:
         while self._waiting:
             yield self._turn(self._waiting.pop(0))
 

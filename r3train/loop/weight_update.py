@@ -127,7 +127,7 @@ class WeightUpdate:
         if adapters:
             weights = self.actor.adapter_weights()
         else:
-            weights = self.actor.hf_weights(targets_alone=targets_only, of_stage=self._stages_send)
+            weights = self.actor.hf_weights(targets_alone=targets_only, per_stage=self._stages_send)
         again = []
         if self.config.trainer.check_weight_update_equal and not adapters:
             # the servers' tensors are compared with a second, whole export

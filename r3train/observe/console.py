@@ -344,13 +344,13 @@ def _summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, Text]]:
 
 
 def _error_rows(error: BaseException, log_dir: str | Path | None) -> list[tuple[str, Text]]:
-    rows, said = [("error", _error_text(error, "bold red"))], str(error)
+    rows, shown = [("error", _error_text(error, "bold red"))], str(error)
     cause = _cause(error)
     # an exception group in a loop of contexts must not keep the person waiting
     while cause is not None and len(rows) < 6:
-        if str(cause) not in said:
+        if str(cause) not in shown:
             rows.append(("caused by", _error_text(cause, "red")))
-        said, cause = said + str(cause), _cause(cause)
+        shown, cause = shown + str(cause), _cause(cause)
     if log_dir is not None:
         rows.append(("logs", Text(str(log_dir))))
     return rows

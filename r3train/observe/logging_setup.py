@@ -240,7 +240,7 @@ class _PartsHandler(_FullDiskHandler, BaseRotatingHandler):
         super().__init__(str(path), "a", **_TEXT)
         rotated_files.finish_parts(path)
         self._path, self._on_new_file = path, on_new_file
-        self._said = False  # that the file cannot become a part
+        self._has_warned = False  # that the file cannot become a part
         self._is_within = False  # a call, whose second line is to come
 
     def shouldRollover(self, record: logging.LogRecord) -> bool:
@@ -260,8 +260,8 @@ class _PartsHandler(_FullDiskHandler, BaseRotatingHandler):
         try:
             rotated_files.close_part(self._path, begin_anew=begin_anew)
         except OSError as error:  # it goes on in the same file, and the next record tries again
-            if not self._said:
-                self._said = True
+            if not self._has_warned:
+                self._has_warned = True
                 sys.stderr.write(f"{self._path} stays one file: {error.strerror}\n")
         finally:
             if self.stream.closed:

@@ -64,9 +64,9 @@ class MetricsWriter:
         Raises ValueError for any other value and for the keys "step" and "time", and OSError, which names
         the file, where the whole line cannot be written (a full disk): none of it is in the file then.
         """
-        taken = {"step", "time"} & metrics.keys()
-        if taken:
-            raise ValueError(f"metrics hold the key {sorted(taken)[0]!r}, which the writer sets")
+        reserved = {"step", "time"} & metrics.keys()
+        if reserved:
+            raise ValueError(f"metrics hold the key {sorted(reserved)[0]!r}, which the writer sets")
         plain = {key: _plain(key, value) for key, value in metrics.items()}
         line = _line(step, plain)
         append_lines(self.path, [line])
@@ -99,9 +99,9 @@ class MetricsWriter:
         """True if this run directory holds the evaluation of a set by this version and settings."""
         if not eval_rows_path(self.path.parent, version, name).is_file():
             return False
-        asked = (version, name, settings)
+        key = (version, name, settings)
         lines = read_evaluations(self.path.parent)
-        return any((x["step"], x["name"], x.get("settings")) == asked for x in lines)
+        return any((x["step"], x["name"], x.get("settings")) == key for x in lines)
 
     def _draw(self, step: int, plain: Mapping[str, Any]) -> None:
         found = {k: float(v) for k, v in plain.items() if isinstance(v, (bool, int, float))}

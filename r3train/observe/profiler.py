@@ -25,16 +25,16 @@ class StepProfiler:
         self._directory = run_dir / PROFILE_DIR
         self._rank = rank
         switched_on = run.use_pytorch_profiler or run.record_memory_history
-        self._here = switched_on and rank in run.profile_ranks
+        self._profiles_rank = switched_on and rank in run.profile_ranks
         self._running = False
         self._profiler: torch.profiler.profile | None = None
 
     def at(self, rollout_id: int) -> None:
         """Begin or end, as the settings say, before a rollout is taken."""
-        wanted = self._run.profile_step_start <= rollout_id < self._run.profile_step_end
-        if wanted and self._here and not self._running:
+        in_range = self._run.profile_step_start <= rollout_id < self._run.profile_step_end
+        if in_range and self._profiles_rank and not self._running:
             self._begin()
-        elif not wanted:
+        elif not in_range:
             self.close()
 
     def _begin(self) -> None:

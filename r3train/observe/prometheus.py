@@ -78,11 +78,11 @@ class PrometheusSink:
             yield family(exported_name(key), _about(key), _in_base_unit(key, value))
         families: dict[str, Metric] = {}
         for key, value in self._evaluations.items():
-            _, of_set, number = key.split("/", 2)
+            _, set_name, number = key.split("/", 2)
             name = exported_name(f"{_EVAL}{number}")
             if name not in families:
                 families[name] = GaugeMetricFamily(name, _about(key), labels=["name"])
-            families[name].add_metric([of_set], value)
+            families[name].add_metric([set_name], value)
         yield from families.values()
 
 

@@ -154,7 +154,7 @@ _OPTIONAL = {"wandb": WandbSink, "mlflow": MlflowSink}
 
 def check_trackers(config: RunConfig) -> None:
     """Raise ValueError for a tracker whose package is not installed."""
-    for name in _asked(config):
+    for name in _tracker_names(config):
         if find_spec(name) is None:
             raise ValueError(
                 f"--use-{name}: {name} is not installed: pip install"
@@ -171,7 +171,7 @@ def open_sinks(config: RunConfig, run_dir: Path, resumed_from: Path | None) -> l
     """
     ids = _run_ids(resumed_from, run_dir) if resumed_from is not None else {}
     sinks: list[Sink] = []
-    for name in _asked(config):
+    for name in _tracker_names(config):
         try:
             sink = _OPTIONAL[name](config, run_dir, ids.get(name))
         except Exception as error:  # of the tracker's package: no key, no network
@@ -189,7 +189,7 @@ def open_sinks(config: RunConfig, run_dir: Path, resumed_from: Path | None) -> l
     return sinks
 
 
-def _asked(config: RunConfig) -> list[str]:
+def _tracker_names(config: RunConfig) -> list[str]:
     return [name for name in _OPTIONAL if getattr(config.trackers, f"use_{name}")]
 
 

@@ -53,14 +53,14 @@ def record_start(
             continue
     import torch  # late: who only reads this needs none
 
-    package, here = Path(__file__).parents[2], Path.cwd()
+    package, cwd = Path(__file__).parents[2], Path.cwd()
     # site-packages may lie within a checkout of something else
     commits = {"r3train": _commit(package) if (package / ".git").exists() else ""}
-    commits["working directory"] = _commit(here) if here != package else ""
+    commits["working directory"] = _commit(cwd) if cwd != package else ""
     start = Start(
         time=time,
         command=_command(launcher),
-        directory=str(here),
+        directory=str(cwd),
         first_step=first_step,
         host=socket.gethostname(),
         ranks=ranks,

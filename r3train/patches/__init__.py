@@ -52,16 +52,16 @@ def patch(owner: Any, name: str, replacement: Any, *, expects: str | None, why: 
     of Python, which others may have set before.  why: one line for ``r3train doctor``.  Called again with the same
     ``why`` it takes the new replacement.  Raises RuntimeError if the original differs, or another patch is there.
     """
-    place, own = f"{_named(owner)}.{name}", vars(owner).get(name, _MISSING)
+    place, original = f"{_named(owner)}.{name}", vars(owner).get(name, _MISSING)
     before = _patches.get(place)
-    if before is not None and own is before.replacement is not _MISSING:
+    if before is not None and original is before.replacement is not _MISSING:
         if before.why != why:
             raise RuntimeError(f"{place} is replaced already ({before.why}); now again: {why}")
-        found, own = before.found, before.original
+        found, original = before.found, before.original
     else:
         found = described(getattr(owner, name, _MISSING))
     # of an object nothing is kept: it may be a model
-    kept = (own, replacement) if isinstance(owner, (ModuleType, type)) else ()
+    kept = (original, replacement) if isinstance(owner, (ModuleType, type)) else ()
     _check(Patch(place, why, expects, found, *kept))
     setattr(owner, name, replacement)
 
@@ -94,13 +94,13 @@ def overrides(owner: Any, name: str, *, expects: str, why: str) -> None:
     )
 
 
-def _check(made: Patch) -> None:
-    if _refuses and not made.fits:
+def _check(change: Patch) -> None:
+    if _refuses and not change.fits:
         raise RuntimeError(
-            f"{made.place} is {made.found}, and r3train replaces one that is {made.expects} ({made.why}): install"
+            f"{change.place} is {change.found}, and r3train replaces one that is {change.expects} ({change.why}): install"
             " the versions of requirements/constraints.txt"
         )
-    _patches[made.place] = made
+    _patches[change.place] = change
 
 
 def stand_in(name: str, module: ModuleType | None, why: str) -> None:

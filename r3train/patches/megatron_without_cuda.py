@@ -161,9 +161,9 @@ def _patch_collectives_of_one_rank() -> None:
         ("dist_all_gather_func", "(output_tensor, input_tensor, ...)"),
         ("dist_reduce_scatter_func", "(output, input, ...)"),
     ):
-        own = unless_alone(getattr(param_and_grad_buffer, name))
+        original = unless_alone(getattr(param_and_grad_buffer, name))
         why = "gloo copies the whole buffer where one rank is alone"
-        patch(param_and_grad_buffer, name, own, expects=expects, why=why)
+        patch(param_and_grad_buffer, name, original, expects=expects, why=why)
 
 
 def _patch_distributed_optimizer_checkpoint() -> None:

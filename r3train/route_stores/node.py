@@ -29,7 +29,7 @@ from aiohttp import web
 
 from r3train.engine.answer import ROUTE_PAYLOADS
 from r3train.engine.backend import EngineBusy
-from r3train.engine.http import SGLangHTTP
+from r3train.engine.sglang_http import SGLangHTTP
 from r3train.engine.loop_thread import LoopThread
 from r3train.route_stores.relay import open_session, store_failed
 from r3train.route_stores.store import FAILURES, RouteStore, RouteStoreError
@@ -75,11 +75,11 @@ class RouteNode:
 
     def reach(self) -> list[str]:
         """Ask every other store for no rows; return the failures of stores that do not answer."""
-        return self.submit(self._ask_others).result()
+        return self.submit(self._ask_other_stores).result()
 
-    async def _ask_others(self) -> list[str]:
-        others = [store for store in range(len(self._urls)) if store != self.index]
-        calls = (self._fetch_from(store, []) for store in others)
+    async def _ask_other_stores(self) -> list[str]:
+        stores = [store for store in range(len(self._urls)) if store != self.index]
+        calls = (self._fetch_from(store, []) for store in stores)
         failures = [f for f in await asyncio.gather(*calls, return_exceptions=True) if f]
         for failure in failures:
             if not isinstance(failure, RouteStoreError):
@@ -200,18 +200,18 @@ class RouteNode:
                 wanted[key % len(self._urls)].append(((key, start, stop), place))
         return out, self.submit(lambda: self._fetch(wanted))
 
-    async def _fetch(self, wanted_of_store: Mapping[int, Sequence[_Wanted]]) -> None:
+    async def _fetch(self, wanted_by_store: Mapping[int, Sequence[_Wanted]]) -> None:
         try:
             async with asyncio.TaskGroup() as tasks:
-                for store, wanted in wanted_of_store.items():
+                for store, wanted in wanted_by_store.items():
                     if store == self.index:
-                        tasks.create_task(asyncio.to_thread(self._copy_own, wanted))
+                        tasks.create_task(asyncio.to_thread(self._copy_local, wanted))
                     else:
                         tasks.create_task(self._fetch_from(store, wanted))
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
 
-    def _copy_own(self, wanted: Sequence[_Wanted]) -> None:
+    def _copy_local(self, wanted: Sequence[_Wanted]) -> None:
         for part, place in wanted:
             place[:] = self.store.rows(*part)
 
@@ -268,7 +268,9 @@ async def _outcome(call: Awaitable[Any]) -> web.Response:
     try:
         reply = {"answer": await call}
     except tuple(FAILURES.values()) as error:
-        kind = next(name for name, of in FAILURES.items() if isinstance(error, of))
+        kind = next(
+            name for name, error_class in FAILURES.items() if isinstance(error, error_class)
+        )
         reply = {"error": kind, "message": str(error)}
         if isinstance(error, EngineBusy):
             reply["retry_after_s"] = error.retry_after_s

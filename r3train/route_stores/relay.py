@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from r3train.engine.backend import EngineBusy, EngineError, Request
-from r3train.engine.http import SGLangHTTP
+from r3train.engine.sglang_http import SGLangHTTP
 from r3train.route_stores import handles
 from r3train.route_stores.store import FAILURES, RouteStoreError
 from r3train.types import RouteShape
@@ -35,7 +35,7 @@ class Keys:
         self.num_stores = num_stores
         self._lock = threading.Lock()
         self._turns = itertools.count(1)
-        self._of_group: defaultdict[int, list[int]] = defaultdict(list)
+        self._keys_by_group: defaultdict[int, list[int]] = defaultdict(list)
         self._ended: list[int] = []  # of groups that ended since the last rollout
         self._ended_before: list[int] = []
 
@@ -43,13 +43,13 @@ class Keys:
         """Make a new key for rows that ``store`` will keep for a group."""
         with self._lock:
             key = next(self._turns) * self.num_stores + store
-            self._of_group[group_id].append(key)
+            self._keys_by_group[group_id].append(key)
         return key
 
     def ended(self, group_id: int) -> None:
         """Mark a group's keys to be released."""
         with self._lock:
-            self._ended += self._of_group.pop(group_id, ())
+            self._ended += self._keys_by_group.pop(group_id, ())
 
     def take_released(self) -> list[list[int]]:
         """Return, for each store, the keys of groups that ended before the last call.

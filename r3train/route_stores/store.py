@@ -40,8 +40,8 @@ class RouteStore:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._held: dict[int, np.ndarray] = {}
-        self._gone: OrderedDict[int, None] = OrderedDict()
+        self._rows_by_key: dict[int, np.ndarray] = {}
+        self._released_keys: OrderedDict[int, None] = OrderedDict()
         self.held_bytes = 0
         self.wire_bytes = 0  # base64 text received so far
 
@@ -50,16 +50,16 @@ class RouteStore:
         rows = np.ascontiguousarray(rows)
         with self._lock:
             self.wire_bytes += wire_bytes
-            if self._gone.pop(key, key) is None:
+            if self._released_keys.pop(key, key) is None:
                 return
-            assert key not in self._held, f"key {key} is taken"
-            self._held[key] = rows
+            assert key not in self._rows_by_key, f"key {key} is taken"
+            self._rows_by_key[key] = rows
             self.held_bytes += rows.nbytes
 
     def rows(self, key: int, start: int, stop: int) -> np.ndarray:
         """Rows [start, stop) of a key, a view.  Raises RouteStoreError where they are not held."""
         with self._lock:
-            rows = self._held.get(key)
+            rows = self._rows_by_key.get(key)
         if rows is None or not 0 <= start <= stop <= len(rows):
             held = "nothing" if rows is None else f"rows 0..{len(rows) - 1}"
             raise RouteStoreError(f"rows {start}..{stop - 1} of key {key} are asked, held: {held}")
@@ -69,10 +69,10 @@ class RouteStore:
         """Free the rows of keys; rows that come later under such a key are not kept."""
         with self._lock:
             for key in keys:
-                rows = self._held.pop(key, None)
+                rows = self._rows_by_key.pop(key, None)
                 if rows is not None:
                     self.held_bytes -= rows.nbytes
                     continue
-                self._gone[key] = None
-                if len(self._gone) > _REMEMBERED_KEYS:
-                    self._gone.popitem(last=False)
+                self._released_keys[key] = None
+                if len(self._released_keys) > _REMEMBERED_KEYS:
+                    self._released_keys.popitem(last=False)

@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 
 from r3train.config import RunConfig
-from r3train.engine.addresses import ANY, LOOPBACK, address_of_interface, is_loopback, own_address
-from r3train.engine.http import SGLangHTTP
+from r3train.engine.addresses import ANY, LOOPBACK, address_of_interface, is_loopback, local_address
+from r3train.engine.sglang_http import SGLangHTTP
 from r3train.host_group import host_group
 from r3train.loop.prepare import Prepared, data_rank_of_samples
 from r3train.loop.recorded import Recorded, decoded_rows
@@ -76,7 +76,7 @@ class RouteStores(Routes):
             local_servers=not config.rollout.rollout_external_engine_addrs,
             environ=os.environ,
         )
-        self._asked_host = config.replay.route_store_host
+        self._named_host = config.replay.route_store_host
         self._routes = routes
         self._moe_layers = moe_layers
         self._recorded: Future[Recorded] | None = None
@@ -90,19 +90,19 @@ class RouteStores(Routes):
         Raises ValueError, on all ranks, naming those that cannot bind their address, or cannot
         reach another store.
         """
-        self._mine, self._topologies = topology, gather_topologies(topology)
+        self._topology, self._topologies = topology, gather_topologies(topology)
         self._leaders = leader_ranks(self._topologies)
         # the ranks of this job alone know the token, and no file holds it
         self._token = broadcast_json(secrets.token_hex(32) if topology.rank == 0 else None)
-        bind, address = bound_and_known(self._asked_host, os.environ)
-        mine: dict[str, object] = {}
+        bind, address = bound_and_known(self._named_host, os.environ)
+        report: dict[str, object] = {}
         if topology.rank in self._leaders:
             self.node = RouteNode(topology.dp_rank, self._token, self._routes, bind)
             try:
-                mine["url"] = _url(address, self.node.start())
+                report["url"] = _url(address, self.node.start())
             except OSError as error:
-                mine["error"] = f"rank {topology.rank} cannot bind {bind}: {error}"
-        everybody = gather_json(mine)
+                report["error"] = f"rank {topology.rank} cannot bind {bind}: {error}"
+        everybody = gather_json(report)
         _raise_first([entry["error"] for entry in everybody if "error" in entry])
         self._urls = [everybody[rank]["url"] for rank in self._leaders]
         unreached: list[str] = []
@@ -156,15 +156,15 @@ class RouteStores(Routes):
         """This rank's slices, cut by its leader; a collective."""
         began = time.monotonic()
         if self.node is None:
-            slices = recv_slices(self._leaders[self._mine.dp_rank], count)
+            slices = recv_slices(self._leaders[self._topology.dp_rank], count)
         else:
-            microbatches = self._own_microbatches(prepared)
+            microbatches = self._leader_microbatches(prepared)
             assert len(microbatches) == count, "a leader's microbatches are of another rollout"
             slices = send_slices(self._with_rows(microbatches), self._topologies)
         self._exchange_s = time.monotonic() - began
         return slices
 
-    def _own_microbatches(self, prepared: Prepared | None) -> list[MicroBatch]:
+    def _leader_microbatches(self, prepared: Prepared | None) -> list[MicroBatch]:
         """A leader's microbatches, with handles; its store first follows rank 0's plan."""
         if self.keys is None:
             self._follow(recv_json())
@@ -177,10 +177,10 @@ class RouteStores(Routes):
             {"release": keys, "recorded": recorded}
             for keys, recorded in zip(released, self._kept_rows(prepared), strict=True)
         ]
-        others = [(i, rank) for i, rank in enumerate(self._leaders) if rank]
-        send_json({rank: plans[i] for i, rank in others})
+        stores = [(i, rank) for i, rank in enumerate(self._leaders) if rank]
+        send_json({rank: plans[i] for i, rank in stores})
         self._follow(plans[0])
-        send_records({rank: prepared.microbatches[i] for i, rank in others}).wait()
+        send_records({rank: prepared.microbatches[i] for i, rank in stores}).wait()
         return prepared.microbatches[0]
 
     def _kept_rows(self, prepared: Prepared) -> list[list[list[int]]]:
@@ -210,7 +210,7 @@ class RouteStores(Routes):
         for i, microbatch in enumerate(microbatches):
             routes, fetched = coming.popleft()
             fetched.result()
-            yield {self._mine.dp_rank: replace(microbatch, routes=(routes,))}
+            yield {self._topology.dp_rank: replace(microbatch, routes=(routes,))}
             coming += [self.node.fetch(r) for r in rows[i + _AHEAD :][:1]]
 
     def _record(self, kept: Sequence[Sequence[int]]) -> Recorded:
@@ -222,11 +222,11 @@ class RouteStores(Routes):
 
     def recorded(self, prepared: Prepared | None) -> Recorded:
         """The recorded totals of all stores, on all ranks; a collective."""
-        own = Recorded(len(self._leaders), self._moe_layers)
+        totals = Recorded(len(self._leaders), self._moe_layers)
         if self._recorded is not None:
-            own = self._recorded.result()
-        dist.all_reduce(torch.from_numpy(own.table), group=host_group())
-        return own
+            totals = self._recorded.result()
+        dist.all_reduce(torch.from_numpy(totals.table), group=host_group())
+        return totals
 
     def metrics(self) -> dict[str, Any]:
         """The step's traffic, the largest of any leader; a collective."""
@@ -263,23 +263,23 @@ def _raise_first(errors: Sequence[str]) -> None:
 
 
 def bound_and_known(
-    asked: str | None, environ: Mapping[str, str], gather: Callable[[str], list[str]] = gather_json
+    named: str | None, environ: Mapping[str, str], gather: Callable[[str], list[str]] = gather_json
 ) -> tuple[str, str]:
     """Return the address to bind, and the address by which other ranks reach it; a collective.
 
-    asked: --route-store-host; environ: torchrun's; gather: every rank's text, on all ranks.
-    Without ``asked`` it is loopback if all ranks are on one node, else the address that a
+    named: --route-store-host; environ: torchrun's; gather: every rank's text, on all ranks.
+    Without ``named`` it is loopback if all ranks are on one node, else the address that a
     connection to the rendezvous would use.  If that is loopback (the rendezvous is here), another
     node takes its place.
     """
-    own = LOOPBACK if one_node(environ) else own_address(environ["MASTER_ADDR"])
-    for other in gather(own):
-        if is_loopback(own) and not is_loopback(other):
-            own = own_address(other)
-    if asked is None:
-        return own, own
-    asked = address_of_interface(asked) or asked
-    return asked, own if asked in ANY else asked
+    local = LOOPBACK if one_node(environ) else local_address(environ["MASTER_ADDR"])
+    for other in gather(local):
+        if is_loopback(local) and not is_loopback(other):
+            local = local_address(other)
+    if named is None:
+        return local, local
+    named = address_of_interface(named) or named
+    return named, local if named in ANY else named
 
 
 def one_node(environ: Mapping[str, str]) -> bool:

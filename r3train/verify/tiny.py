@@ -187,7 +187,7 @@ def save(model: Any, directory: Path, options: TinyOptions) -> None:
     file = directory / "config.json"
     content = json.loads(file.read_text(encoding="utf-8"))
     if family.vision is None:
-        content |= family.published | family.of_options(options)
+        content |= family.published | family.option_keys(options)
     else:
         content["text_config"] |= family.published
         keys = family.vision(options)

@@ -19,7 +19,7 @@ sys.path.insert(0, str(HERE.parent / "e2e"))
 
 from sglang_support import NUM_EXPERTS, NUM_LAYERS, TOPK, make_model  # noqa: E402
 
-from r3train.engine.http import SGLangHTTP  # noqa: E402
+from r3train.engine.sglang_http import SGLangHTTP  # noqa: E402
 from r3train.engine.refusals import REPLAY_REFUSALS  # noqa: E402
 from r3train.engine.server import SGLangServer  # noqa: E402
 

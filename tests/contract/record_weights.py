@@ -114,7 +114,7 @@ def shards(directories: list[str], parallel: dict[str, Any]) -> dict[str, dict[s
 def fields(directory: Path) -> dict[str, str]:
     """Return what of Megatron's configuration and model is not the default, as text."""
     from r3train.trainer.megatron.model import _transformer_overrides
-    from r3train.trainer.megatron.transformer import build_transformer_config
+    from r3train.trainer.megatron.transformer_config import build_transformer_config
 
     run, hf = configuration(directory), read_hf_facts(directory)
     # as with Transformer Engine: Megatron's own layers leave out fusions

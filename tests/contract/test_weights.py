@@ -79,7 +79,7 @@ def differences(record: dict[str, Any], weights: ModelWeights) -> list[str]:
                 if topology not in ("EP2", "PP2") and hf.names != row["tensors"]:
                     found.append(f"{topology} {name}: is made of {hf.names}")
                 cut = parallel.get("tensor_model_parallel_size", 1)
-                if hf.layout.weight.of_expert:
+                if hf.layout.weight.is_expert:
                     cut = parallel.get("expert_tensor_parallel_size", 1)
                 whole = loaded(hf, record, dtype)
                 shards = [shard.contiguous() for shard in hf.layout.shards(whole, cut)]
@@ -141,10 +141,10 @@ def test_a_wrong_row_differs_from_the_record(words, tmp_path):
     name, row_name, change = PLANTED[words]
     record, hf = recorded(name, tmp_path)
     right = weights_of(hf)
-    (row,) = (row for row in right.table.of_layer if row.name == row_name)
+    (row,) = (row for row in right.table.layer_weights if row.name == row_name)
     wrong = replace(row, **(change(row) if callable(change) else change))
-    rows = tuple(wrong if each is row else each for each in right.table.of_layer)
-    weights = replace(right, table=replace(right.table, of_layer=rows))
+    rows = tuple(wrong if each is row else each for each in right.table.layer_weights)
+    weights = replace(right, table=replace(right.table, layer_weights=rows))
     try:
         assert any(row_name.split(".")[-2] in words for words in differences(record, weights))
     except (RuntimeError, ValueError):  # sizes that do not fit

@@ -723,7 +723,7 @@ def o_proj_averaged(original, self, low):
     return original(self, low) / (1 if self.is_column else self.group.size())
 
 
-@replaces(lora, "drawn", caught_by=LORA)
+@replaces(lora, "random_factors", caught_by=LORA)
 def replicas_drawn_by_rank(original, seed):
     """Every tensor rank draws its replicas by itself."""
     return original(seed + torch.distributed.get_rank())

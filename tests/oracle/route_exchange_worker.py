@@ -196,7 +196,7 @@ def check(name: str, dtype: type, corrupt: bool, steps_per_rollout: int) -> dict
             found[f"sent_directly_{rollout}"] = dict(sent)
             kept = stored(samples, rng, node, keys)
             if corrupt and node is not None and node.index == len(leaders) - 1:
-                victim = next(iter(node.store._held.values()))
+                victim = next(iter(node.store._rows_by_key.values()))
                 victim[1, 0, 0] ^= 1
             dist.barrier()
             prepared = None
@@ -213,7 +213,7 @@ def check(name: str, dtype: type, corrupt: bool, steps_per_rollout: int) -> dict
             if expected is not None:
                 found[f"recorded_{rollout}"] = same_records(recorded, expected)
             if node is not None:
-                found[f"held_{rollout}"] = len(node.store._held)
+                found[f"held_{rollout}"] = len(node.store._rows_by_key)
                 found[f"fetched_{rollout}"] = node.fetched_bytes
             stores.metrics()
     finally:

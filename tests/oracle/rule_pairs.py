@@ -80,7 +80,11 @@ TOPOLOGIES: dict[str, tuple[str, ...]] = {
     "pp2": ("--pipeline-model-parallel-size", "2"),
 }
 PARTS: tuple[Mapping[str, Any], ...] = (
-    *(ADVANTAGES, LOSSES, MEANS, CORRECTIONS, KLS),
+    ADVANTAGES,
+    LOSSES,
+    MEANS,
+    CORRECTIONS,
+    KLS,
     TOPOLOGIES,
 )
 

@@ -287,7 +287,13 @@ def test_replayed_routes_give_the_log_probs_and_gradients_of_transformers(
 
 # on disk: buffers, of which there is no gradient
 EXPERT_BIAS = tuple(
-    {t.name for f in FAMILIES.values() for w in f.weights.of_layer if w.float32 for t in w.disk}
+    {
+        t.name
+        for f in FAMILIES.values()
+        for w in f.weights.layer_weights
+        if w.float32
+        for t in w.disk
+    }
 )
 LOG_PROB_ERROR = 2e-5
 
@@ -455,8 +461,10 @@ def planted(model_type: str, change: dict[str, Any] | Callable) -> Iterator[None
     else:
         adaptations = {right.layers: change}
     if change is sharded_down_projections:  # and loaded so
-        rows = (replace(w, sharded="rows") if w.name in DOWN else w for w in right.weights.of_layer)
-        wrong = replace(right, weights=replace(right.weights, of_layer=tuple(rows)))
+        rows = (
+            replace(w, sharded="rows") if w.name in DOWN else w for w in right.weights.layer_weights
+        )
+        wrong = replace(right, weights=replace(right.weights, layer_weights=tuple(rows)))
     with (
         mock.patch.dict(ADAPTATIONS, adaptations),
         mock.patch.dict(FAMILIES, {model_type: wrong}),

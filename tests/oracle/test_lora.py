@@ -135,7 +135,7 @@ def drawn_ones(directory: Path, family: str) -> Iterator[None]:
         yield
         return
     factors = load_file(directory / f"{family} factors")
-    with patched(lora, "drawn", lambda original, seed: lambda name, shape: factors[name]):
+    with patched(lora, "random_factors", lambda original, seed: lambda name, shape: factors[name]):
         yield
 
 
@@ -668,7 +668,8 @@ def experts_alone(directory: Path, bug: str | None) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in ("one", "recompute", "recompute_moe"):
         config = settings(
-            *(directory, "glm4_moe"),
+            directory,
+            "glm4_moe",
             **TOPOLOGIES[1][name],
             exclude_modules=["self_attn", "shared_experts", "layers.0"],
         )

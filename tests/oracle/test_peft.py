@@ -99,7 +99,7 @@ def test_peft_gives_the_trainers_log_probs_exactly_where_it_drops_no_tensors(tmp
     families = [family for family in SPARSE if family != "gpt_oss"]
     cases = [(family, lora(), {}) for family in families]
     for family in families:
-        if any("shared" in w.name for w in family_of(family).weights.of_layer):
+        if any("shared" in w.name for w in family_of(family).weights.layer_weights):
             cases.append((f"{family} without experts", lora(exclude_modules=["experts"]), {}))
     found = gaps(tmp_path, 1, cases)
     for name, targets, _ in cases:

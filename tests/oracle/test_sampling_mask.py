@@ -126,7 +126,7 @@ def formula(s: Any, vocab_size: int) -> list[Any]:
     labels, found = torch.from_numpy(s.labels), {}
     for chunk_size in CHUNK_SIZES:
         shard = full[:, rank * size : (rank + 1) * size].float().requires_grad_()
-        kept = SamplingMask.of(s, torch.device("cpu"))
+        kept = SamplingMask.from_slice(s, torch.device("cpu"))
         draw = Draw(labels, TEMPERATURE, kept, chunk_size=chunk_size)
         # a copy, for the backward overwrites its input
         log_probs, entropy = log_probs_and_entropy(shard[None] * 1.0, draw, with_entropy=True)

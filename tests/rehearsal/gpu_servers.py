@@ -43,10 +43,19 @@ declare_torchvision_ops()  # before SGLang imports transformers
 MIB = 1 << 20
 # the arguments that the page and the tests look at
 SHOWN = (
-    *("moe_runner_backend", "disable_overlap_schedule", "mem_fraction_static", "tp_size"),
-    *("enable_tf32_matmul", "attention_backend", "prefill_attention_backend", "dtype"),
-    *("decode_attention_backend", "disable_shared_experts_fusion", "chunked_prefill_size"),
-    *("flashinfer_allreduce_fusion_backend", "enable_return_routed_experts"),
+    "moe_runner_backend",
+    "disable_overlap_schedule",
+    "mem_fraction_static",
+    "tp_size",
+    "enable_tf32_matmul",
+    "attention_backend",
+    "prefill_attention_backend",
+    "dtype",
+    "decode_attention_backend",
+    "disable_shared_experts_fusion",
+    "chunked_prefill_size",
+    "flashinfer_allreduce_fusion_backend",
+    "enable_return_routed_experts",
 )
 # GPUs of a served server whose recipe names no command for it
 SERVED_GPUS = {
@@ -59,7 +68,10 @@ _KERNELS = frozenset(
     " flash_attn nvshmem sgl_flash_mla mooncake nvidia_cutlass".split()
 )
 _KERNEL_PACKAGES = (
-    *("flashinfer_python", "flashinfer-python", "sglang-kernel", "sgl-kernel"),
+    "flashinfer_python",
+    "flashinfer-python",
+    "sglang-kernel",
+    "sgl-kernel",
     "nvidia-cutlass-dsl",
 )
 

@@ -54,7 +54,8 @@ def made(gloo_everywhere: bool) -> dict[str, int]:
         if gloo_everywhere:
             make = parallel_state.initialize_model_parallel
             patch.setattr(
-                *(parallel_state, "initialize_model_parallel"),
+                parallel_state,
+                "initialize_model_parallel",
                 lambda **facts: make(**{**facts, "create_gloo_process_groups": True}),
             )
         join_ranks("fake", FakeStore(), 0, NUM_RANKS, timeout=timedelta(minutes=1))

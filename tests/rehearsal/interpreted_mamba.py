@@ -44,7 +44,7 @@ from sglang.kernels.ops.mamba.triton_ops import mamba_chunk_scan_combined  # noq
 from sglang.kernels.ops.mamba.triton_ops.mamba_ssm import selective_state_update  # noqa: E402
 from sglang.srt.layers.attention.mamba.mamba2_metadata import Mamba2Metadata  # noqa: E402
 
-from r3train.cpu import linear_attention, mamba  # noqa: E402
+from r3train.cpu import linear_attention, mamba_twin  # noqa: E402
 from r3train.families.nemotron_h import mix  # noqa: E402
 
 HEADS, SIZE, GROUPS, STATE, CHUNK = 4, 16, 2, 16, 16
@@ -96,7 +96,11 @@ def of_server() -> dict[str, dict[str, float]]:
     _, mixed, steps = rows.split([INNER, CHANNELS, HEADS], -1)
     convolved = causal_conv1d_fn(
         mixed.T.contiguous(),
-        *(WINDOW, BIAS, windows, ENDS, list(PACK)),
+        WINDOW,
+        BIAS,
+        windows,
+        ENDS,
+        list(PACK),
         cache_indices=slots,
         has_initial_state=has_state,
         activation="silu",
@@ -107,7 +111,12 @@ def of_server() -> dict[str, dict[str, float]]:
     )
     out = torch.empty_like(x)
     _, states, _ = mamba_chunk_scan_combined(
-        *(x, steps[None].contiguous(), DECAY, b, c, CHUNK),
+        x,
+        steps[None].contiguous(),
+        DECAY,
+        b,
+        c,
+        CHUNK,
         D=SKIP,
         dt_bias=STEP_BIAS,
         dt_softplus=True,
@@ -138,8 +147,13 @@ def of_server() -> dict[str, dict[str, float]]:
     out = torch.empty_like(x)
     skip, step_bias = (v[:, None].expand(-1, SIZE) for v in (SKIP, STEP_BIAS))
     selective_state_update(
-        *(states, x, steps[..., None].expand(-1, -1, SIZE)),
-        *(DECAY[:, None, None].expand(-1, SIZE, STATE), b, c, skip),
+        states,
+        x,
+        steps[..., None].expand(-1, -1, SIZE),
+        DECAY[:, None, None].expand(-1, SIZE, STATE),
+        b,
+        c,
+        skip,
         dt_bias=step_bias,
         dt_softplus=True,
         state_batch_indices=slots,
@@ -180,7 +194,9 @@ def of_trainer() -> dict[str, dict[str, float]]:
 
     def twin(zxbcdt: T, window: T, bias: T, dt_bias: T, A: T, D: T, sequences: T) -> T:
         fixed = CHUNK, "silu", SIZE, GROUPS, False, sequences
-        return mamba.mamba_split_conv1d_scan_combined(zxbcdt, window, bias, dt_bias, A, D, *fixed)
+        return mamba_twin.mamba_split_conv1d_scan_combined(
+            zxbcdt, window, bias, dt_bias, A, D, *fixed
+        )
 
     out = []
     for function, sequences in (

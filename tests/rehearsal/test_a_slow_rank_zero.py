@@ -26,9 +26,18 @@ pytestmark = pytest.mark.ranks
 def test_a_long_rollout_evaluation_or_save_of_rank_0_is_no_lost_rank(talk, tmp_path):  # noqa: F811
     job = jobs.run(
         tmp_path / "run",
-        *("--hf-checkpoint", str(talk / "model"), "--prompt-data", str(talk / "talk.jsonl")),
-        *("--rollout-batch-size", "4", "--num-rollout", "2", "--no-plot", "--no-tensorboard"),
-        *("--save", str(tmp_path / "saved")),
+        "--hf-checkpoint",
+        str(talk / "model"),
+        "--prompt-data",
+        str(talk / "talk.jsonl"),
+        "--rollout-batch-size",
+        "4",
+        "--num-rollout",
+        "2",
+        "--no-plot",
+        "--no-tensorboard",
+        "--save",
+        str(tmp_path / "saved"),
         recipe="configs/tiny_sft.toml",
         program=("-m", "tests.rehearsal.slow_rank_zero"),
     )

@@ -20,14 +20,22 @@ declare_torchvision_ops()
 from megatron.core.models.common.embeddings import rope_utils  # noqa: E402
 from megatron.core.transformer.moe import moe_utils  # noqa: E402
 
-from r3train.trainer.megatron import model, transformer  # noqa: E402
+from r3train.trainer.megatron import model, transformer_config  # noqa: E402
 
 # Megatron's fused kernel is for rotary positions of heads, without yarn
 ROPE = dict.fromkeys(
     (
-        *("qwen3_30b_a3b", "qwen3_30b_a3b_one_node", "qwen3_30b_a3b_colocated"),
-        *("qwen3_30b_a3b_two_nodes", "qwen3_5_35b_a3b_two_nodes", "qwen3_5_35b_a3b_one_node"),
-        *("glm_4_5_air", "mixtral_8x7b", "qwen2_57b_a14b", "minimax_m2", "olmoe_1b_7b_one_node"),
+        "qwen3_30b_a3b",
+        "qwen3_30b_a3b_one_node",
+        "qwen3_30b_a3b_colocated",
+        "qwen3_30b_a3b_two_nodes",
+        "qwen3_5_35b_a3b_two_nodes",
+        "qwen3_5_35b_a3b_one_node",
+        "glm_4_5_air",
+        "mixtral_8x7b",
+        "qwen2_57b_a14b",
+        "minimax_m2",
+        "olmoe_1b_7b_one_node",
     ),
     True,
 )
@@ -58,7 +66,9 @@ def test_fused_kernels_are_on_where_they_compute_the_same(
         ("cpu", False, False),
     ):
         fields = model._transformer_overrides(config, hf, use_te, torch.device(device))
-        built = transformer.build_transformer_config(hf, config.parallel, torch.bfloat16, fields)
+        built = transformer_config.build_transformer_config(
+            hf, config.parallel, torch.bfloat16, fields
+        )
         assert built.apply_rope_fusion == (fused and ROPE.get(recipe.file, False))
         assert built.moe_permute_fusion == fused
         # but gpt-oss's, which has biases and a limit

@@ -42,10 +42,19 @@ def counted(directory: Path, model: Path, ranks: int) -> list[dict]:
     stand_ins = str(Path(__file__).parent / "stand_ins")
     done = subprocess.run(
         [
-            *(sys.executable, "-W", "ignore", "-m", "torch.distributed.run"),
-            *("--master-port", str(free_port("127.0.0.1"))),
-            *("--nproc-per-node", str(ranks)),
-            *("-m", "tests.rehearsal.host_reads", str(directory / "report"), str(model)),
+            sys.executable,
+            "-W",
+            "ignore",
+            "-m",
+            "torch.distributed.run",
+            "--master-port",
+            str(free_port("127.0.0.1")),
+            "--nproc-per-node",
+            str(ranks),
+            "-m",
+            "tests.rehearsal.host_reads",
+            str(directory / "report"),
+            str(model),
         ],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": stand_ins},

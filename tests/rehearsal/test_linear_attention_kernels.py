@@ -31,7 +31,11 @@ def errors(tmp_path_factory) -> dict[str, dict[str, float]]:
     report = tmp_path_factory.mktemp("kernels") / "report.json"
     done = subprocess.run(
         [
-            *(sys.executable, "-W", "ignore", "-m", "tests.rehearsal.interpreted_kernels"),
+            sys.executable,
+            "-W",
+            "ignore",
+            "-m",
+            "tests.rehearsal.interpreted_kernels",
             str(report),
         ],
         cwd=ROOT,

@@ -159,7 +159,7 @@ class Rehearsal:
         source = load_file(Path(self.cases[names[0]].checkpoint) / "model.safetensors")
         if row.bf16:
             source = {n: t if n.endswith(BIAS) else t.bfloat16() for n, t in source.items()}
-        errors = compare(*(found, local, variant, scales, source), last_phase=GRADIENTS)
+        errors = compare(found, local, variant, scales, source, last_phase=GRADIENTS)
         for phase, error in errors.items():
             print(f", {error.where} {error.error:.1e}", end="")
             if not error.error <= (ROUNDED if row.bf16 else EXACT).get(phase, 0.0):

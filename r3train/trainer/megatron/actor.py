@@ -33,7 +33,7 @@ from r3train.trainer.megatron.loss_metrics import reduce_metrics
 from r3train.trainer.megatron.model import build_model
 from r3train.trainer.megatron.offload import DeviceMemory, on_host
 from r3train.trainer.megatron.optimizer import build_optimizer, build_scheduler
-from r3train.trainer.megatron.own_routes import OwnRoutes
+from r3train.trainer.megatron.actor_routes import ActorRoutes
 from r3train.trainer.megatron.replay import (
     decoder_indexers,
     decoder_routers,
@@ -85,9 +85,9 @@ class MegatronActor:
             tuple(a.layer_number for a in decoder_indexers(c)) for c in self.model.unwrapped
         )
         self.topology = with_layers(topology, layers, indexers)
-        self.replay: RoutingReplayManager | OwnRoutes | None = None
+        self.replay: RoutingReplayManager | ActorRoutes | None = None
         if config.replay.use_routing_replay:
-            self.replay = OwnRoutes(device)
+            self.replay = ActorRoutes(device)
             self.replay.install(self.model.unwrapped)
         if config.replay.use_rollout_routing_replay:
             # without sequence parallelism all TP ranks route the same tokens: one counts
@@ -156,7 +156,7 @@ class MegatronActor:
         The last pipeline stage gets one log-prob for each row of its slices.  The other stages get an
         empty dict.
         """
-        batches = {s.microbatch_id: DeviceSlice.of(s, self.device) for s in slices}
+        batches = {s.microbatch_id: DeviceSlice.from_slice(s, self.device) for s in slices}
         for chunk in self.model.chunks:
             chunk.eval()
         if temperature is None:
@@ -198,7 +198,10 @@ class MegatronActor:
         # Megatron moves the expert biases at the end of the backward pass
         biases = [(bias, bias.clone()) for bias in self._expert_biases()]
         results = self.backward(
-            *(slices, old_log_probs, ref_log_probs, weight_version),
+            slices,
+            old_log_probs,
+            ref_log_probs,
+            weight_version,
             teacher_log_probs=teacher_log_probs,
         )
         metrics = reduce_metrics(results, self.topology, self._metric_names, self.device)
@@ -257,7 +260,7 @@ class MegatronActor:
         The gradients are left in the buffers, reduced over ranks and divided by the global number of
         loss tokens.
         """
-        batches = {s.microbatch_id: DeviceSlice.of(s, self.device) for s in slices}
+        batches = {s.microbatch_id: DeviceSlice.from_slice(s, self.device) for s in slices}
         for chunk in self.model.chunks:
             chunk.train()
             chunk.zero_grad_buffer()
@@ -340,17 +343,17 @@ class MegatronActor:
     # -- weights -----------------------------------------------------------------------------
 
     def hf_weights(
-        self, *, targets_alone: bool = False, of_stage: bool = False
+        self, *, targets_alone: bool = False, per_stage: bool = False
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield whole tensors under Hugging Face names on rank 0; every rank must drain it.
 
         With LoRA the adapters are merged; targets_alone leaves out the tensors that have none.
-        of_stage, without LoRA: yield those of each pipeline stage on its leader instead.
+        per_stage, without LoRA: yield those of each pipeline stage on its leader instead.
         """
         self.gather_parameters()
         weights, chunks = self.model.weights, self.model.chunks
         if not self.lora.enabled:
-            return export_hf_weights(weights, chunks, of_stage=of_stage)
+            return export_hf_weights(weights, chunks, per_stage=per_stage)
         merged, is_adapted = lora.merged_weights(chunks)
         if targets_alone:
             return export_hf_weights(weights, chunks, merged, is_adapted)
@@ -384,14 +387,14 @@ class MegatronActor:
 
     def load_reference(self, checkpoint: Path) -> None:
         """Keep a copy of the KL reference's weights on the host; the actor's do not change."""
-        self._reference = self._weights_of(checkpoint)
+        self._reference = self._load_weights(checkpoint)
 
     def load_teacher(self, checkpoint: Path) -> None:
         """Keep a copy of the teacher's weights on the host; the actor's do not change."""
-        self._teacher = self._weights_of(checkpoint)
+        self._teacher = self._load_weights(checkpoint)
 
     @torch.no_grad()
-    def _weights_of(self, checkpoint: Path) -> dict[str, torch.Tensor]:
+    def _load_weights(self, checkpoint: Path) -> dict[str, torch.Tensor]:
         actor = self._copy_weights()
         hf_weights.load_hf_weights(self.model.weights, self.model.chunks, checkpoint)
         found = self._copy_weights()

@@ -14,10 +14,10 @@ def check_together(directory: Path, sums: Sums, source: Path) -> None:
     """Raise ValueError on every rank, naming the first file of another content; a collective."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     faults: list[str | None] = [None] * world_size
-    mine = first_fault(directory, sums, part_of(sums, rank, world_size), source)
+    local = first_fault(directory, sums, part_of(sums, rank, world_size), source)
     if world_size > 1:
-        dist.all_gather_object(faults, mine, group=host_group())
+        dist.all_gather_object(faults, local, group=host_group())
     else:
-        faults = [mine]
+        faults = [local]
     if found := sorted(filter(None, faults)):
         raise ValueError(found[0])

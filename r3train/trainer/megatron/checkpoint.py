@@ -189,7 +189,7 @@ class Checkpointer:
                 async_strategy="mcore",  # the other one is of a package for CUDA
             )
             if request is None:
-                _sum_own(temporary, dist.get_rank())
+                _sum_local(temporary, dist.get_rank())
         except _FAILURES as error:
             raise self._failure(error) from error
         self._last = next_rollout_id
@@ -307,18 +307,18 @@ def _write_and_sum(
     if write is not None:
         write(*arguments, **named)  # reports an error of its own by the queue of results
     with suppress(OSError):  # rank 0 sums what has no checksum, and says what it cannot read
-        _sum_own(directory, rank)
+        _sum_local(directory, rank)
 
 
 def _part_file(directory: Path, rank: int) -> Path:
     return directory / f"checksums_{rank:05d}.part"
 
 
-def _sum_own(directory: Path, rank: int) -> None:
+def _sum_local(directory: Path, rank: int) -> None:
     """Write the checksums of the files that this rank has written."""
-    own = [p.name for p in directory.glob(f"__{rank}_*.distcp")]
-    own += [p.name for p in [rng.path_of(directory, rank)] if p.exists()]
-    _part_file(directory, rank).write_text(json.dumps(checksums(directory, own)))
+    names = [p.name for p in directory.glob(f"__{rank}_*.distcp")]
+    names += [p.name for p in [rng.path_of(directory, rank)] if p.exists()]
+    _part_file(directory, rank).write_text(json.dumps(checksums(directory, names)))
 
 
 def _write_checksums(directory: Path) -> None:

@@ -29,21 +29,21 @@ def export_hf_weights(
     value_of: Callable[[torch.Tensor], torch.Tensor] = lambda p: p,
     is_wanted: Callable[[torch.Tensor], bool] = lambda p: True,
     *,
-    of_stage: bool = False,
+    per_stage: bool = False,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (per-expert HF name, whole tensor) on rank 0, nothing elsewhere.
 
-    of_stage: yield those of each pipeline stage on its leader instead.
+    per_stage: yield those of each pipeline stage on its leader instead.
     value_of: returns the tensor to export for a parameter: the parameter itself, or its gradient.
     is_wanted: False for a parameter that is left out, the same on every rank that holds a part of it.
     A collective: every rank must drain the iterator.  One tensor at a time is whole, or the experts
     of one layer.
     """
-    named = _of_stage(weights, chunks, value_of, is_wanted)
-    yield from named if of_stage else to_rank_0(named)
+    named = _stage_tensors(weights, chunks, value_of, is_wanted)
+    yield from named if per_stage else to_rank_0(named)
 
 
-def _of_stage(
+def _stage_tensors(
     weights: ModelWeights,
     chunks: Sequence[torch.nn.Module],
     value_of: Callable[[torch.Tensor], torch.Tensor],
@@ -62,19 +62,19 @@ def _of_stage(
 
 
 def to_rank_0(
-    of_stage: Iterator[tuple[str, torch.Tensor]],
+    named: Iterator[tuple[str, torch.Tensor]],
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the named tensors of all pipeline stages' leaders on rank 0, nothing elsewhere.
 
-    of_stage: those of this rank's stage, a collective of the stage; it yields on its leader only.
+    named: those of this rank's stage, a collective of the stage; it yields on its leader only.
     """
     if ps.get_pipeline_model_parallel_rank() > 0:
-        for name, tensor in of_stage:
+        for name, tensor in named:
             _send(name, tensor)
         if is_leader():
             _send("", None)
         return
-    yield from of_stage
+    yield from named
     if is_leader():
         for stage in range(1, ps.get_pipeline_model_parallel_world_size()):
             while (received := _receive(stage * _stage_size())) is not None:
@@ -109,11 +109,11 @@ def _whole_parameters(
             if one.is_tied_output or not is_wanted(tensor):
                 continue
             layout = hf.layout
-            if not (expert_sends if layout.weight.of_expert else sends):
+            if not (expert_sends if layout.weight.is_expert else sends):
                 continue
             group = tensor_group(one) if layout.weight.sharded else None
             shards = gather(value_of(tensor), group)
-            if not layout.weight.of_expert:
+            if not layout.weight.is_expert:
                 if leads:
                     yield layout, hf.names, None, layout.join(shards)
                 continue
@@ -138,10 +138,10 @@ class _ExpertTensors:
         """Copy one expert's row, for its parameter may move; return the tensor with its last row."""
         if name not in self._waiting:
             self._waiting[name] = row.new_empty((self._num_experts, *row.shape)), set()
-        tensor, there = self._waiting[name]
+        tensor, rows = self._waiting[name]
         tensor[expert] = row
-        there.add(expert)
-        return self._waiting.pop(name)[0] if len(there) == self._num_experts else None
+        rows.add(expert)
+        return self._waiting.pop(name)[0] if len(rows) == self._num_experts else None
 
 
 def gather(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor] | None:

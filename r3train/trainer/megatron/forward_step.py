@@ -19,7 +19,7 @@ from r3train.config.algorithm_settings import AlgorithmSection
 from r3train.trainer.megatron.hf_weights import unwrap
 from r3train.trainer.megatron.sampling_mask import SamplingMask
 from r3train.trainer.megatron.log_probs import Draw, log_probs_and_entropy
-from r3train.trainer.megatron.own_routes import OwnRoutes
+from r3train.trainer.megatron.actor_routes import ActorRoutes
 from r3train.trainer.megatron.replay import RoutingReplayManager
 from r3train.types import RankSlice
 
@@ -44,7 +44,7 @@ class DeviceSlice:
     teacher_log_probs: torch.Tensor | None  # set where samples carry them
 
     @classmethod
-    def of(cls, s: RankSlice, device: torch.device) -> DeviceSlice:
+    def from_slice(cls, s: RankSlice, device: torch.device) -> DeviceSlice:
         """Copy the slice's streams to the device."""
 
         def move(x: Any) -> torch.Tensor:
@@ -53,7 +53,7 @@ class DeviceSlice:
         cu_seqlens = move(s.cu_seqlens_padded)
         # every context-parallel rank holds the same share of each sequence
         padded = np.diff(s.cu_seqlens_padded)
-        own = padded // (int(s.cu_seqlens_padded[-1]) // s.num_rows)
+        lengths = padded // (int(s.cu_seqlens_padded[-1]) // s.num_rows)
         return cls(
             microbatch_id=s.microbatch_id,
             tokens=move(s.tokens),
@@ -62,7 +62,7 @@ class DeviceSlice:
             loss_mask=move(s.loss_mask),
             rollout_log_probs=move(s.rollout_log_probs),
             advantages=move(s.advantages),
-            samples=move(np.repeat(np.arange(len(own)), own)),
+            samples=move(np.repeat(np.arange(len(lengths)), lengths)),
             loss_weights=move(s.loss_weights),
             ages=move((np.zeros(s.num_rows) if s.ages is None else s.ages).astype(np.int64)),
             row_classes=None if s.row_classes is None else move(s.row_classes.astype(np.int64)),
@@ -75,13 +75,13 @@ class DeviceSlice:
                 max_seqlen_q=s.max_seqlen,
                 max_seqlen_kv=s.max_seqlen,
             ),
-            kept=SamplingMask.of(s, device),
+            kept=SamplingMask.from_slice(s, device),
             teacher_log_probs=None if s.teacher_log_probs is None else move(s.teacher_log_probs),
         )
 
 
 def run_chunk(
-    batch: DeviceSlice, model: torch.nn.Module, replay: RoutingReplayManager | OwnRoutes | None
+    batch: DeviceSlice, model: torch.nn.Module, replay: RoutingReplayManager | ActorRoutes | None
 ) -> torch.Tensor:
     """Run one chunk forward, and name the microbatch to the replay for forward and backward.
 
@@ -105,7 +105,7 @@ def run_chunk(
 def _draw(
     batch: DeviceSlice,
     model: torch.nn.Module,
-    replay: RoutingReplayManager | OwnRoutes | None,
+    replay: RoutingReplayManager | ActorRoutes | None,
     temperature: float,
     chunk_size: int,
 ) -> tuple[Draw, Callable[[], None]]:
@@ -146,7 +146,7 @@ def _over_context_ranks(values: torch.Tensor, operation: str) -> torch.Tensor:
 
 def make_log_prob_step(
     batches: dict[int, DeviceSlice],
-    replay: RoutingReplayManager | OwnRoutes | None,
+    replay: RoutingReplayManager | ActorRoutes | None,
     temperature: float,
     chunk_size: int,
 ) -> Callable:
@@ -172,7 +172,7 @@ def make_log_prob_step(
 
 def make_train_step(
     batches: dict[int, DeviceSlice],
-    replay: RoutingReplayManager | OwnRoutes | None,
+    replay: RoutingReplayManager | ActorRoutes | None,
     policy_loss: PolicyLoss,
     algorithm: AlgorithmSection,
     temperature: float,

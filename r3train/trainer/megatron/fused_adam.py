@@ -55,9 +55,11 @@ def _save_whole_weights(part: Any) -> None:
         return found
 
     def write_halves(p: torch.Tensor, states: dict[str, torch.Tensor]) -> None:
-        own = shard(p)
-        if adam.state[own]["master_param"].dtype == torch.int16:
-            bits = states["param"].to(own.device, torch.float32).view(torch.int32) - _upper(own)
+        weight = shard(p)
+        if adam.state[weight]["master_param"].dtype == torch.int16:
+            bits = states["param"].to(weight.device, torch.float32).view(torch.int32) - _upper(
+                weight
+            )
             # a weight in the middle of two of bfloat16 may have been rounded down: one bit of it is lost
             half = bits.clamp_(-(1 << 15), (1 << 15) - 1).to(torch.int16)
             states = states | {"param": half}
@@ -80,7 +82,7 @@ def _step_in_parts(adam: Any) -> None:
     """Let a step compute some parameters after others: it makes float32 of all moments of a group."""
     step = adam.step
 
-    def of_parts(*given: Any, **named: Any) -> None:
+    def step_in_parts(*given: Any, **named: Any) -> None:
         groups = adam.param_groups
         adam.param_groups = [
             {**group, "params": part} for group in groups for part in _parts(group["params"])
@@ -94,7 +96,7 @@ def _step_in_parts(adam: Any) -> None:
                 group["step"] = group.get("step", 0) + 1
 
     why = "it makes float32 of all moments of a group at once"
-    patch(adam, "step", of_parts, expects="(closure=None, grad_scaler=None)", why=why)
+    patch(adam, "step", step_in_parts, expects="(closure=None, grad_scaler=None)", why=why)
 
 
 def _parts(params: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

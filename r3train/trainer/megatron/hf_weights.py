@@ -63,13 +63,13 @@ class ChunkWeight:
 
 # names do not change from one weight update to the next, and finding them takes longer than the copy of a
 # small expert
-_weights_of: WeakKeyDictionary[torch.nn.Module, list[ChunkWeight]] = WeakKeyDictionary()
+_weights_by_chunk: WeakKeyDictionary[torch.nn.Module, list[ChunkWeight]] = WeakKeyDictionary()
 
 
 def chunk_weights(weights: ModelWeights, chunk: torch.nn.Module) -> list[ChunkWeight]:
     """Return what a chunk holds of a checkpoint, buffers in float32 first; found once for each chunk."""
     chunk = unwrap(chunk)
-    if chunk not in _weights_of:
+    if chunk not in _weights_by_chunk:
         ranks = ps.get_expert_model_parallel_world_size()
         names = TensorNames(
             weights,
@@ -78,14 +78,14 @@ def chunk_weights(weights: ModelWeights, chunk: torch.nn.Module) -> list[ChunkWe
         )
         # in front: an export is sent in buckets of one dtype
         found = sorted(_find(names, chunk), key=lambda one: not one.hf.layout.weight.float32)
-        _weights_of[chunk] = found
-    return _weights_of[chunk]
+        _weights_by_chunk[chunk] = found
+    return _weights_by_chunk[chunk]
 
 
 def _find(names: TensorNames, chunk: torch.nn.Module) -> Iterator[ChunkWeight]:
     for path, module in chunk.named_modules():
-        for own, is_parameter in ((module._parameters, True), (module._buffers, False)):
-            for key, tensor in own.items():
+        for tensors, is_parameter in ((module._parameters, True), (module._buffers, False)):
+            for key, tensor in tensors.items():
                 name = f"{path}.{key}"
                 if tensor is None or ADAPTER in name:
                     continue
@@ -157,14 +157,14 @@ def _shard(tensors: CheckpointTensors, one: ChunkWeight) -> torch.Tensor:
 
 def tensor_group(one: ChunkWeight) -> dist.ProcessGroup:
     """Return the ranks that hold the shards of one replica."""
-    if one.hf.layout.weight.of_expert:
+    if one.hf.layout.weight.is_expert:
         return ps.get_expert_tensor_parallel_group()
     return ps.get_tensor_model_parallel_group()
 
 
 def _replicas(one: ChunkWeight) -> dist.ProcessGroup:
     """Return the ranks that hold the same shard."""
-    if one.hf.layout.weight.of_expert:
+    if one.hf.layout.weight.is_expert:
         return ps.get_expert_data_parallel_group()
     return ps.get_data_parallel_group(with_context_parallel=True)
 
@@ -210,8 +210,8 @@ def parameters_unlike(
     ]
 
 
-def _same_bytes(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    if (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
+def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
-    ours, theirs = (t.detach().contiguous().view(-1).view(torch.uint8) for t in (ours, theirs))
-    return torch.equal(ours, theirs)
+    a, b = (t.detach().contiguous().view(-1).view(torch.uint8) for t in (a, b))
+    return torch.equal(a, b)

@@ -111,7 +111,7 @@ Recording = Callable[[dict[str, torch.Tensor] | None], None]
 class ReplayedCall:
     """One call of one layer's sparse attention (an ``IndexerCall``).
 
-    record: told what was counted, None with the check off.  controls: True where the trainer's own choice is
+    record: told what was counted, None with the check off.  controls: True where the live choice is
     compared with misaligned ones too.
     """
 
@@ -121,7 +121,7 @@ class ReplayedCall:
     topk: int
     record: Recording | None
     controls: bool
-    _own: torch.Tensor | None = None
+    _live: torch.Tensor | None = None
 
     def all_chosen(self) -> None:
         """Record a call in which every row attends to all tokens."""
@@ -129,42 +129,42 @@ class ReplayedCall:
             self.record(None)
 
     @torch.no_grad()
-    def replaced(self, own: torch.Tensor) -> torch.Tensor:
-        """Return the rollout's choice where it has one, else the indexer's own: int64[n, K]."""
+    def replaced(self, live: torch.Tensor) -> torch.Tensor:
+        """Return the rollout's choice where it has one, else the indexer's live one: int64[n, K]."""
         staged, column = self.staged, self.staged.column[self.layer_number]
-        assert own.shape[0] == staged.num_rows, (
-            f"layer {self.layer_number}: the indexer sees {own.shape[0]} rows, "
+        assert live.shape[0] == staged.num_rows, (
+            f"layer {self.layer_number}: the indexer sees {live.shape[0]} rows, "
             f"{staged.num_rows} are staged"
         )
-        self._own = own
+        self._live = live
         if not staged.num_chosen[column]:
-            return own
+            return live
         flags = flags_of(staged.bits[column])
         # the K largest of a 0/1 row are its ones
         ids = flags.topk(self.topk, dim=1).indices
-        return torch.where(staged.has[column][:, None], ids, own)
+        return torch.where(staged.has[column][:, None], ids, live)
 
     @torch.no_grad()
     def used(self, tokens: torch.Tensor) -> None:
         """Record the choice that attention is given, int64[n, K]."""
-        if self.record is None or self._own is None:
+        if self.record is None or self._live is None:
             return
         column = self.staged.column[self.layer_number]
         if self.staged.num_chosen[column]:
-            self.record(self._counted(tokens, self._own, column))
+            self.record(self._counted(tokens, self._live, column))
         else:
             self.record(None)
 
     def _counted(
-        self, chosen: torch.Tensor, own: torch.Tensor, column: int
+        self, chosen: torch.Tensor, live: torch.Tensor, column: int
     ) -> dict[str, torch.Tensor]:
-        """Count the tokens that attention is given, against the rollout's choice and the indexer's own."""
+        """Count the tokens that attention is given, against the rollout's choice and the indexer's live one."""
         staged, width = self.staged, self.staged.bits.shape[2]
         has = staged.has[column] & staged.real
-        flags, own_flags = flags_at(chosen, width), flags_at(own, width)
+        flags, live_flags = flags_at(chosen, width), flags_at(live, width)
         sizes = flags.sum(1)
         hashes = indexer_hashes(staged.uids, words_of(flags), self.evidence_layer)
-        shared = (flags & own_flags).sum(1)
+        shared = (flags & live_flags).sum(1)
         equal = has & (shared == self.topk)
         mismatch = has & (shared * staged.num_choosable <= self.topk * self.topk)
         values = {
@@ -180,12 +180,12 @@ class ReplayedCall:
         }
         if self.controls:
             layers = len(staged.bits)
-            others = {
+            misaligned = {
                 "control_token_minus": staged.bits[column].roll(1, 0),
                 "control_token_plus": staged.bits[column].roll(-1, 0),
                 "control_layer_minus": staged.bits[(column - 1) % layers],
                 "control_layer_plus": staged.bits[(column + 1) % layers],
             }
-            for name, moved in others.items():
-                values[name] = (has & ((flags_of(moved) & own_flags).sum(1) > shared)).sum()
+            for name, moved in misaligned.items():
+                values[name] = (has & ((flags_of(moved) & live_flags).sum(1) > shared)).sum()
         return values

@@ -44,7 +44,7 @@ class Draw:
             scaled /= self.temperature
         if self.kept is None:
             return scaled
-        kept = self.kept.of_rows(chunk)
+        kept = self.kept.take(chunk)
         left = kept.left_of(scaled)
         if see and self.see_kept is not None:
             self.see_kept(kept, scaled, left)
@@ -82,40 +82,40 @@ class _LogProbs(torch.autograd.Function):
             rows = draw.logits_of(logits, chunk, see=True)
             highest[chunk] = _over_vocabulary(rows.amax(-1), torch.distributed.ReduceOp.MAX)
             rows -= highest[chunk, None]
-            place, own = draw.places(chunk, rows)
-            sums = [torch.where(own, rows.gather(1, place), 0)[:, 0]]
+            place, is_local = draw.places(chunk, rows)
+            sums = [torch.where(is_local, rows.gather(1, place), 0)[:, 0]]
             weights = rows.exp()
             sums.append(weights.sum(-1))
             if with_entropy:
                 sums.append(rows.mul_(weights).sum(-1))
-            whole = _over_vocabulary(torch.stack(sums), torch.distributed.ReduceOp.SUM)
-            totals[chunk] = whole[1]
-            log_probs[chunk] = whole[0] - whole[1].log()
+            sums_of_ranks = _over_vocabulary(torch.stack(sums), torch.distributed.ReduceOp.SUM)
+            totals[chunk] = sums_of_ranks[1]
+            log_probs[chunk] = sums_of_ranks[0] - sums_of_ranks[1].log()
             if with_entropy:
-                entropy[chunk] = whole[1].log() - whole[2] / whole[1]
+                entropy[chunk] = sums_of_ranks[1].log() - sums_of_ranks[2] / sums_of_ranks[1]
         ctx.save_for_backward(logits, highest, totals, entropy)
         ctx.draw = draw
         return log_probs.clone(), entropy.clone()
 
     @staticmethod
-    def backward(ctx: Any, of_log_probs: torch.Tensor | None, of_entropy: torch.Tensor | None):
+    def backward(ctx: Any, grad_log_probs: torch.Tensor | None, grad_entropy: torch.Tensor | None):
         logits, highest, totals, entropy = ctx.saved_tensors
         draw, gradient = ctx.draw, logits.detach()
-        if of_log_probs is None:
-            of_log_probs = torch.zeros_like(totals)
+        if grad_log_probs is None:
+            grad_log_probs = torch.zeros_like(totals)
         for chunk in draw.chunks():
             rows = draw.logits_of(logits, chunk)
             left = was_left(rows) if draw.kept is not None else None
             rows -= highest[chunk, None]
-            share = of_log_probs[chunk, None]
+            share = grad_log_probs[chunk, None]
             p = rows.exp() / totals[chunk, None]
-            if of_entropy is not None:
+            if grad_entropy is not None:
                 surprise = rows.sub_(totals[chunk, None].log()).add_(entropy[chunk, None])
-                p *= surprise.mul_(of_entropy[chunk, None]).add_(share)
+                p *= surprise.mul_(grad_entropy[chunk, None]).add_(share)
             else:
                 p *= share
-            place, own = draw.places(chunk, p)
-            p.neg_().scatter_add_(1, place, torch.where(own, share, 0))
+            place, is_local = draw.places(chunk, p)
+            p.neg_().scatter_add_(1, place, torch.where(is_local, share, 0))
             if left is not None:
                 p.masked_fill_(~left, 0)
             if draw.temperature != 1.0:

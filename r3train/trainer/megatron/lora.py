@@ -228,9 +228,9 @@ def install(config: RunConfig, weights: ModelWeights, chunks: Sequence[torch.nn.
     a rank would have no adapter, and where a target is no linear that takes one.
     """
     settings = config.lora
-    whole = drawn(config.trainer.seed)
+    factors = random_factors(config.trainer.seed)
     if settings.lora_adapter_path is not None:
-        whole = AdapterFile(settings.lora_adapter_path).whole
+        factors = AdapterFile(settings.lora_adapter_path).whole
     for chunk in chunks:
         linears = {
             id(p): (m, name.removeprefix("weight"))
@@ -250,7 +250,7 @@ def install(config: RunConfig, weights: ModelWeights, chunks: Sequence[torch.nn.
                 raise ValueError(f"no adapter can be put on {', '.join(names)}")
             linear, number = linears[id(parameter)]
             adapter = _adapter(linear, parameter, one.hf, settings)
-            adapter.fill(whole)
+            adapter.fill(factors)
             _attach(linear, adapter, number)
     if not any(True for _ in adapters(chunks)):
         raise ValueError("--target-modules and --exclude-modules leave a rank without an adapter")
@@ -266,7 +266,7 @@ def _paths(hf: HfTensors) -> list[str]:
 
 def _adapter(linear: Any, weight: torch.nn.Parameter, hf: HfTensors, settings: LoraSection) -> Lora:
     layout, query_groups = hf.layout, 0
-    on_disk, is_expert = layout.disk_rows(), layout.weight.of_expert
+    on_disk, is_expert = layout.disk_rows(), layout.weight.is_expert
     # all of them, or this rank's share
     widths = [weight.shape[0] * rows // sum(on_disk) for rows in on_disk]
     if layout.groups is not None:
@@ -308,8 +308,12 @@ def _add_deltas(linear: Any, args: tuple, output: tuple) -> tuple | None:
         return None
     (x, rows), (out, bias) = args, output
     deltas = [
-        linear.lora[str(i)](own) if str(i) in linear.lora else own.new_zeros(len(own), out.shape[1])
-        for i, own in enumerate(x.split(rows))
+        (
+            linear.lora[str(i)](x_i)
+            if str(i) in linear.lora
+            else x_i.new_zeros(len(x_i), out.shape[1])
+        )
+        for i, x_i in enumerate(x.split(rows))
     ]
     return out + torch.cat(deltas), bias
 
@@ -330,7 +334,7 @@ def norms_apart(layers: Any) -> None:
                 setattr(norms, norm, te.TENorm)
 
 
-def drawn(seed: int) -> Factors:
+def random_factors(seed: int) -> Factors:
     """Return random A's and zero B's, from seed and name only: equal in every topology."""
 
     def draw(name: str, shape: tuple[int, int]) -> torch.Tensor:

@@ -32,7 +32,7 @@ from r3train.families.weights import ModelWeights
 from r3train.trainer.megatron import hf_weights, lora, rotary
 from r3train.trainer.megatron.freezing import freeze
 from r3train.trainer.megatron.layers import ADAPTATIONS
-from r3train.trainer.megatron.transformer import build_transformer_config
+from r3train.trainer.megatron.transformer_config import build_transformer_config
 
 
 @dataclass

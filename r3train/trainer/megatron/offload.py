@@ -37,29 +37,29 @@ class DeviceMemory:
         self._optimizer = optimizer
         self._device = device
         # of each part that is away: its storages, their bytes and their copies on the host
-        self._away: dict[Part, list[tuple[torch.UntypedStorage, int, torch.Tensor | None]]] = {}
+        self._released: dict[Part, list[tuple[torch.UntypedStorage, int, torch.Tensor | None]]] = {}
 
     def hold(self, *parts: Part) -> None:
         """Hold these parts on the device and no other; gradients come back as zeros."""
         if "gradients" not in parts:
             self._optimizer.zero_grad()  # lets go of copies that it made of them
         for part in PARTS:
-            if part not in parts and part not in self._away:
-                self._away[part] = [self._send(s, part) for s in self._storages(part)]
+            if part not in parts and part not in self._released:
+                self._released[part] = [self._send(s, part) for s in self._storages(part)]
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # to the device, for the servers
         for part in parts:
-            for storage, num_bytes, copy in self._away.pop(part, ()):
+            for storage, num_bytes, copy in self._released.pop(part, ()):
                 storage.resize_(num_bytes)
-                held = _bytes_of(storage)
-                held.zero_() if copy is None else held.copy_(copy)
+                restored = _bytes_of(storage)
+                restored.zero_() if copy is None else restored.copy_(copy)
 
         logger.info("the actor holds %s", ", ".join(parts) or "nothing")
 
     @property
     def is_whole(self) -> bool:
         """True when every part is on the device."""
-        return not self._away
+        return not self._released
 
     def num_bytes(self) -> int:
         """Bytes that all parts hold on the device now."""
@@ -78,8 +78,8 @@ class DeviceMemory:
         """The part's storages, each once; weights that the optimizer shares are no part of its state."""
         found = {t.untyped_storage()._cdata: t.untyped_storage() for t in self._tensors(part)}
         if part == "optimizer":
-            for other in ("weights", "gradients"):
-                for tensor in self._tensors(other):
+            for shared in ("weights", "gradients"):
+                for tensor in self._tensors(shared):
                     found.pop(tensor.untyped_storage()._cdata, None)
         return [s for s in found.values() if s.device.type == self._device.type]
 

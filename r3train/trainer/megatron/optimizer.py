@@ -15,7 +15,7 @@ from megatron.core.optimizer import (
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from r3train.config import RunConfig
-from r3train.cpu.device import own_threads
+from r3train.cpu.device import threads_per_rank
 from r3train.patches import patch
 from r3train.trainer.megatron import fused_adam
 from r3train.trainer.megatron.overrides import OPTIMIZER_DTYPES
@@ -60,7 +60,7 @@ def build_optimizer(config: RunConfig, chunks: list[torch.nn.Module]) -> Megatro
         **overrides,
     )
     # torchrun leaves a rank one thread, and an Adam on the host computes on a rank's threads
-    threads = own_threads(os.environ) if settings.optimizer_cpu_offload else None
+    threads = threads_per_rank(os.environ) if settings.optimizer_cpu_offload else None
     if threads is not None:
         torch.set_num_threads(threads)
     optimizer = get_megatron_optimizer(settings, chunks, use_gloo_process_groups=False)

@@ -57,7 +57,7 @@ class OptimizerState:
             metadata=dict(METADATA),
         )
         self.tensors: dict[int, Any] = {}
-        self._own: dict[int, torch.Tensor] = {}  # not in the checkpoint
+        self._model_values: dict[int, torch.Tensor] = {}  # not in the checkpoint
         dict_list_map_inplace(self._take_tensor, self._form)
 
     def _take_tensor(self, leaf: Any) -> Any:
@@ -90,7 +90,7 @@ class OptimizerState:
             prefix = next((p for p in _MAIN_WEIGHTS if tensor.key.startswith(p)), None)
             if prefix is not None:
                 name = tensor.key.removeprefix(prefix)
-                found = [other + name for other in _MAIN_WEIGHTS if other + name in saved]
+                found = [head + name for head in _MAIN_WEIGHTS if head + name in saved]
                 if found:
                     tensor.key = found[0]
                 elif name in saved and holds_main:
@@ -100,7 +100,7 @@ class OptimizerState:
                         " it, or --load-model-only takes the model only"
                     )
                 elif name in saved:
-                    self._own[number] = self.tensors.pop(number).data
+                    self._model_values[number] = self.tensors.pop(number).data
                     continue
             # one that is saved in parts (the sections of a delta net) has their names after its own
             is_cut = isinstance(tensor, ShardedTensorFactory) and any(
@@ -125,12 +125,12 @@ class OptimizerState:
         """
         # in float32 the sharded optimizer's weights are their memory: where the checkpoint has none next to
         # the model's, the optimizer's empty ones are written there
-        weights = [(p, p.detach().clone()) for p in parameters] if self._own else []
+        weights = [(p, p.detach().clone()) for p in parameters] if self._model_values else []
 
         def fill(leaf: Any) -> Any:
             if not isinstance(leaf, _Place):
                 return leaf
-            return loaded[leaf.number] if leaf.number in loaded else self._own[leaf.number]
+            return loaded[leaf.number] if leaf.number in loaded else self._model_values[leaf.number]
 
         dict_list_map_inplace(fill, self._form)
         step = find(saved, "step", "common_step")
@@ -148,7 +148,7 @@ class OptimizerState:
         self._optimizer.load_state_dict(self._form)
         for parameter, value in weights:
             parameter.data.copy_(value)
-        if self._own:
+        if self._model_values:
             self._optimizer.reload_model_params()
 
 

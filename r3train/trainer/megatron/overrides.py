@@ -71,7 +71,7 @@ _OWNED = {
         *gtp_weight_remat_size *_num_weight_shards moe_single_grouped_*
         use_grouped_gemm_for_* use_transformer_engine_op_fuser *_glu_interleave_size""",
 }
-_OWNED_OF_OPTIMIZER = {
+_OWNED_OPTIMIZER = {
     _BF16: "fp16 bf16 params_dtype",
     "the actor trains in float32 or bfloat16 (--bf16), which need no scaling of the loss": """
         fp8_recipe reuse_grad_buf_for_mxfp8_param_ag *loss_scale* hysteresis""",
@@ -134,7 +134,7 @@ def override_conflicts(config: RunConfig) -> Iterator[str]:
     given = config.trainer.optimizer_overrides
     for name, value in given.items():
         choices = OPTIMIZER_DTYPES.get(name, (value,))
-        if reason := _refusal(name, _OWNED_OF_OPTIMIZER, _OPTIMIZER):
+        if reason := _refusal(name, _OWNED_OPTIMIZER, _OPTIMIZER):
             yield f"optimizer_overrides.{name} {reason}"
         elif value not in choices:
             yield f"optimizer_overrides.{name} must be {', '.join(choices)}, got {value!r}"

@@ -76,5 +76,5 @@ def packed_positions(
         from_end = cp_size * share - (cp_rank + 1) * chunk
         place = torch.where(place < chunk, cp_rank * chunk + place, from_end + place - chunk)
     # compared on the device: a host that asked would wait for it
-    own = cu_seqlens[-1] == num_freqs
-    return place + torch.where(own, cu_seqlens[:-1][sequence], 0)
+    is_whole_pack = cu_seqlens[-1] == num_freqs
+    return place + torch.where(is_whole_pack, cu_seqlens[:-1][sequence], 0)

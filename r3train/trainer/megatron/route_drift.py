@@ -41,27 +41,27 @@ class RouteDrift:
     def add(
         self,
         layer_number: int,
-        own: torch.Tensor,
+        live: torch.Tensor,
         replayed: torch.Tensor,
         gates: tuple[torch.Tensor, torch.Tensor],
         counted: torch.Tensor,
     ) -> None:
         """Add a call.
 
-        own, replayed: int64[m, K], the live top-k and the rollout's; gates: their gate values,
+        live, replayed: int64[m, K], the live top-k and the rollout's; gates: their gate values,
         float[m, K] each, up to a factor a row; counted: bool[m], rows that the rollout recorded.
         """
         if not self._counts_tokens:
             return
         sums, weight = self._sums[self._place[layer_number]], counted.double()
-        of_own, of_replayed = (g.double().sum(1) for g in gates)
+        live_gates, replayed_gates = (g.double().sum(1) for g in gates)
         sums[0] += weight.sum()
-        sums[1] += ((shared_experts(own, replayed) < own.shape[1]) & counted).sum()
+        sums[1] += ((shared_experts(live, replayed) < live.shape[1]) & counted).sum()
         # a row that is not counted may hold anything
-        mass = torch.where(counted, of_replayed / of_own.clamp_min(1e-30), 0.0)
+        mass = torch.where(counted, replayed_gates / live_gates.clamp_min(1e-30), 0.0)
         sums[2] += mass.sum()
-        load = weight[:, None].expand_as(own)
-        sums[_NUM_SUMS:].scatter_add_(0, own.reshape(-1), load.reshape(-1))
+        load = weight[:, None].expand_as(live)
+        sums[_NUM_SUMS:].scatter_add_(0, live.reshape(-1), load.reshape(-1))
 
     def collect(self) -> dict[str, float]:
         """Return the step's metrics, by layer and their means, and begin anew; a collective."""
@@ -77,10 +77,11 @@ class RouteDrift:
             return {}
         names = next(iter(layers.values()))
         means = {
-            f"r3/drift_{n}": sum(own[n] for own in layers.values()) / len(layers) for n in names
+            f"r3/drift_{n}": sum(values[n] for values in layers.values()) / len(layers)
+            for n in names
         }
         return means | {
             f"r3/drift_{name}_layer_{number}": value
-            for number, own in layers.items()
-            for name, value in own.items()
+            for number, values in layers.items()
+            for name, value in values.items()
         }

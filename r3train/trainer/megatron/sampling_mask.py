@@ -31,7 +31,7 @@ class SamplingMask:
     uids: torch.Tensor  # int64[n]
 
     @classmethod
-    def of(cls, s: RankSlice, device: torch.device) -> SamplingMask | None:
+    def from_slice(cls, s: RankSlice, device: torch.device) -> SamplingMask | None:
         """Copy a slice's sampling masks to the device; None if it has none to apply."""
         if s.mask_counts is None or s.mask_ids is None or s.mask_versions is None:
             return None
@@ -49,15 +49,15 @@ class SamplingMask:
             uids=move(s.token_uids),
         )
 
-    def of_rows(self, chunk: slice) -> SamplingMask:
+    def take(self, chunk: slice) -> SamplingMask:
         """Those of a slice of the rows, which count from its first."""
         assert self.source.mask_counts is not None
         first = int(self.source.mask_counts[: chunk.start].sum())
-        own = slice(first, first + int(self.source.mask_counts[chunk].sum()))
+        entries = slice(first, first + int(self.source.mask_counts[chunk].sum()))
         return replace(
             self,
-            rows=self.rows[own] - chunk.start,
-            ids=self.ids[own],
+            rows=self.rows[entries] - chunk.start,
+            ids=self.ids[entries],
             labels=self.labels[chunk],
             limited=self.limited[chunk],
             versions=self.versions[chunk],

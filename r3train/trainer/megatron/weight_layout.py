@@ -161,8 +161,10 @@ class HfTensors:
 
     def names_of_expert(self, expert: int | None) -> list[str]:
         """Return the names that they have of another expert of the layer."""
-        own = "" if expert is None else str(expert)
-        return [self.prefix + tensor.name.replace("{e}", own) for tensor in self.layout.weight.disk]
+        number = "" if expert is None else str(expert)
+        return [
+            self.prefix + tensor.name.replace("{e}", number) for tensor in self.layout.weight.disk
+        ]
 
 
 _IN_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
@@ -180,19 +182,19 @@ class TensorNames:
     def __init__(self, weights: ModelWeights, layer_ids: Sequence[int], first_expert: int = 0):
         self._weights, self._layer_ids, self._first_expert = weights, layer_ids, first_expert
         self._layouts: dict[int, Layout] = {}  # by the id of a row, which the table keeps
-        self._of_model = {weight.name: weight for weight in weights.table.of_model}
-        self._of_layer: dict[int, dict[str, Weight]] = {}
+        self._model_weights = {weight.name: weight for weight in weights.table.model_weights}
+        self._layer_weights: dict[int, dict[str, Weight]] = {}
 
     def find(self, name: str) -> HfTensors | None:
         """Return the tensors of the parameter ``name``; None for what no checkpoint holds."""
         in_layer = _IN_LAYER.fullmatch(name)
         if in_layer is None:
-            if name not in self._of_model:
+            if name not in self._model_weights:
                 return None
-            weight = self._of_model[name]
+            weight = self._model_weights[name]
             if self._weights.tied and name == OUTPUT_LAYER:
                 # the last of several pipeline stages has its own, a copy of the embedding
-                weight = self._weights.table.of_model[0]
+                weight = self._weights.table.model_weights[0]
             return HfTensors(self._layout(weight), "", None)
         layer_id, rest, expert = self._layer_ids[int(in_layer[1])], in_layer[2], None
         if local := _LOCAL_EXPERT.fullmatch(rest):
@@ -207,11 +209,11 @@ class TensorNames:
 
     def _rows(self, layer_id: int) -> dict[str, Weight]:
         """Return a layer's rows by their names in both specs."""
-        if layer_id not in self._of_layer:
-            own = self._weights.of_layer(layer_id)
-            by_name = {weight.te_name: weight for weight in own if weight.te_name}
-            self._of_layer[layer_id] = by_name | {weight.name: weight for weight in own}
-        return self._of_layer[layer_id]
+        if layer_id not in self._layer_weights:
+            weights = self._weights.layer_weights(layer_id)
+            by_name = {weight.te_name: weight for weight in weights if weight.te_name}
+            self._layer_weights[layer_id] = by_name | {weight.name: weight for weight in weights}
+        return self._layer_weights[layer_id]
 
     def _layout(self, weight: Weight) -> Layout:
         if id(weight) not in self._layouts:

@@ -535,7 +535,10 @@ _module(
 )
 _module(
     "pytorch.optimizers",
-    *(FusedAdam, multi_tensor_applier, multi_tensor_l2norm, multi_tensor_scale),
+    FusedAdam,
+    multi_tensor_applier,
+    multi_tensor_l2norm,
+    multi_tensor_scale,
     FusedSGD=torch.optim.SGD,
 )
 _module("pytorch.ops", **_unused("Sequential", "FusibleOperation"))

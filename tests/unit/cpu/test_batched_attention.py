@@ -46,7 +46,13 @@ def test_a_decode_step_of_all_requests_is_that_of_one_after_the_other(
         for values in (cache.neg()[..., :of_value], cache[..., :of_value]):  # two layers
             output = query.new_zeros(len(lengths), heads, of_value)
             attention._run_sdpa_forward_decode(
-                *(query, output, cache, values, table, places, torch.tensor(lengths)),
+                query,
+                output,
+                cache,
+                values,
+                table,
+                places,
+                torch.tensor(lengths),
                 scaling=0.3,
                 enable_gqa=heads != key_heads,
                 sliding_window_size=window,

@@ -184,7 +184,7 @@ def test_a_version_whose_server_was_lost_before_unloading_it_leaves_the_disk_too
 
     engine, weights = Lost(), tmp_path / "weights"
     publisher = AdapterPublisher(
-        *(engine, Adapters()), directory=weights, settings=LORA, hf=glm, max_weight_staleness=0
+        engine, Adapters(), directory=weights, settings=LORA, hf=glm, max_weight_staleness=0
     )
     publisher.publish(factors(glm), version=0)
     with pytest.raises(EngineDied):

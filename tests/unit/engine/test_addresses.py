@@ -12,7 +12,7 @@ from r3train.engine.addresses import address_for, host_of, interface_of, is_loop
 def ways(monkeypatch):
     """This node has 10.0.0.1 (eth0) and 172.16.0.1 (ib0)."""
     on_the_way = {"127.0.0.1": "127.0.0.1", "10.0.0.7": "10.0.0.1", "node9": "172.16.0.1"}
-    monkeypatch.setattr(addresses, "own_address", on_the_way.__getitem__)
+    monkeypatch.setattr(addresses, "local_address", on_the_way.__getitem__)
     monkeypatch.setattr(addresses, "address_of_interface", {"ib0": "172.16.0.1"}.get)
 
 
@@ -31,8 +31,8 @@ def test_servers_are_told_the_address_on_the_way_to_them(ways, peers, asked, exp
 
 
 def test_the_way_is_asked_of_the_system_and_nothing_is_sent():
-    assert addresses.own_address("127.0.0.1") == "127.0.0.1"
-    assert addresses.own_address("127.9.8.7").startswith("127.")
+    assert addresses.local_address("127.0.0.1") == "127.0.0.1"
+    assert addresses.local_address("127.9.8.7").startswith("127.")
     assert addresses.address_of_interface(interface_of("127.0.0.1")) == "127.0.0.1"
     assert interface_of("203.0.113.1") is None and interface_of("no.such.host.invalid") is None
 

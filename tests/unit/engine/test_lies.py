@@ -9,7 +9,7 @@ import pytest
 
 from r3train.engine.answer import Sent, read_answer, read_recheck
 from r3train.engine.backend import EngineError, Request, SamplingParams
-from r3train.engine.http import parse_answer
+from r3train.engine.sglang_http import parse_answer
 from r3train.types import RouteShape
 from tests.wire_encoding import encode_routed_experts
 
@@ -334,10 +334,10 @@ AGAIN = {
 }
 
 
-def read_again(of_adapter=False, **changes):
+def read_again(serves_adapter=False, **changes):
     how = request(max_new_tokens=0)
     meta = copy.deepcopy(AGAIN) | changes
-    options = dict(routes=SHAPE, of_adapter=of_adapter)
+    options = dict(routes=SHAPE, serves_adapter=serves_adapter)
     return read_recheck({"meta_info": meta}, how, sent(), "whole", 0, **options)
 
 
@@ -345,9 +345,9 @@ def test_a_text_that_was_computed_again_is_read():
     again = read_again()
     assert again.log_probs.tolist() == [-0.5, -1.5] and again.held_version == 4
     # a server of adapters says the version of its base
-    assert read_again(of_adapter=True, weight_version="0").held_version == 4
+    assert read_again(serves_adapter=True, weight_version="0").held_version == 4
     with pytest.raises(ValueError, match="base has weight version 4, expected 0"):
-        read_again(of_adapter=True)
+        read_again(serves_adapter=True)
 
 
 @pytest.mark.parametrize(

@@ -64,9 +64,15 @@ def test_a_prefill_without_a_size_is_refused_and_one_that_is_not_given_passes(va
 @pytest.mark.parametrize(
     "chunk, running, drafts, ok",
     [
-        *((128, 16, 7, True), (127, 16, 7, False), (128, 16, 8, False), (128, 17, 7, False)),
-        *((None, 16, 7, False), (128, None, 7, False), (128, 16, None, False)),
-        *((128, 0, 7, False), ("128", "16", "7", True)),
+        (128, 16, 7, True),
+        (127, 16, 7, False),
+        (128, 16, 8, False),
+        (128, 17, 7, False),
+        (None, 16, 7, False),
+        (128, None, 7, False),
+        (128, 16, None, False),
+        (128, 0, 7, False),
+        ("128", "16", "7", True),
     ],
 )
 def test_verify_tokens_must_be_known_to_fit_the_prefill_chunk(chunk, running, drafts, ok):

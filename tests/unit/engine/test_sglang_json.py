@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from r3train.engine.http import parse_answer
+from r3train.engine.sglang_http import parse_answer
 
 # JSON's own marks, escapes, and characters of 2, 3 and 4 bytes
 TEXT = st.text('aZ0 {}[]:,"\\/\n\x00ü\u2028𝄞', max_size=20) | st.sampled_from(

@@ -56,8 +56,12 @@ def test_a_server_of_a_model_of_text_and_images_builds_no_vision_tower(
 def test_a_cuda_server_gets_generic_flags_alone(tmp_path):
     command = SGLangServer("m", tmp_path / "log", device="cuda").command()
     for flag in (
-        *("--device", "--sleep-on-idle", "--max-total-tokens", "--mem-fraction-static"),
-        *("--skip-server-warmup", "--enable-return-routed-experts"),
+        "--device",
+        "--sleep-on-idle",
+        "--max-total-tokens",
+        "--mem-fraction-static",
+        "--skip-server-warmup",
+        "--enable-return-routed-experts",
     ):
         assert flag not in command
 
@@ -113,27 +117,33 @@ def test_the_trainers_process_group_is_hidden_from_the_server(tmp_path, monkeypa
 
 
 SECRETS = (
-    *(
-        "WANDB_API_KEY",
-        "HF_TOKEN",
-        "AWS_SECRET_ACCESS_KEY",
-        "R3TRAIN_JUDGE_API_KEY",
-        "R3TRAIN_TEACHER_API_KEY",
-        "DATABASE_URL",
-    ),
-    *("MLFLOW_TRACKING_PASSWORD", "SLURM_JWT", "SSH_AUTH_SOCK", "GITHUB_TOKEN"),
+    "WANDB_API_KEY",
+    "HF_TOKEN",
+    "AWS_SECRET_ACCESS_KEY",
+    "R3TRAIN_JUDGE_API_KEY",
+    "R3TRAIN_TEACHER_API_KEY",
+    "DATABASE_URL",
+    "MLFLOW_TRACKING_PASSWORD",
+    "SLURM_JWT",
+    "SSH_AUTH_SOCK",
+    "GITHUB_TOKEN",
 )
 NEEDED = (
-    *(
-        "PATH",
-        "HOME",
-        "LD_LIBRARY_PATH",
-        "PYTHONPATH",
-        "CUDA_VISIBLE_DEVICES",
-        "NCCL_SOCKET_IFNAME",
-    ),
-    *("GLOO_SOCKET_IFNAME", "SGLANG_PORT_RANGE", "HF_HOME", "TRITON_CACHE_DIR", "NVSHMEM_DIR"),
-    *("TOKENIZERS_PARALLELISM", "TORCHINDUCTOR_CACHE_DIR", "UCX_TLS", "FI_PROVIDER"),
+    "PATH",
+    "HOME",
+    "LD_LIBRARY_PATH",
+    "PYTHONPATH",
+    "CUDA_VISIBLE_DEVICES",
+    "NCCL_SOCKET_IFNAME",
+    "GLOO_SOCKET_IFNAME",
+    "SGLANG_PORT_RANGE",
+    "HF_HOME",
+    "TRITON_CACHE_DIR",
+    "NVSHMEM_DIR",
+    "TOKENIZERS_PARALLELISM",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "UCX_TLS",
+    "FI_PROVIDER",
 )
 
 

@@ -128,7 +128,7 @@ def test_the_bound_of_a_body_holds_all_that_was_asked_for():
     def bound(routes=None, index_topk=None, **changes):
         base = dict(max_new_tokens=100, sampling=SamplingParams(100))
         request = Request(0, 0, "p", PROMPT.token_ids, **base | changes)
-        return client_module._bound_of(request, routes, index_topk)
+        return client_module.most_answer_bytes(request, routes, index_topk)
 
     plain = bound()
     assert plain == 103 * 1024 + (1 << 20)

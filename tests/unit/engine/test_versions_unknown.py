@@ -10,7 +10,7 @@ from aiohttp import web
 
 from r3train.engine.backend import EngineError
 from r3train.engine.control import MEMORY, EngineControl, ServerVersions
-from r3train.engine.http import SGLangHTTP
+from r3train.engine.sglang_http import SGLangHTTP
 from tests.unit.fake_engine_server import Fake
 
 

@@ -212,13 +212,13 @@ def failures_of_sampling_mask(
     recorder.begin_pass("train", 3, native=True)
     for microbatch in ready.microbatches[0]:
         share = plant(slice_microbatch(microbatch, place))
-        kept = sampling_mask.SamplingMask.of(share, torch.device("cpu"))
+        kept = sampling_mask.SamplingMask.from_slice(share, torch.device("cpu"))
         logits = torch.randn(share.num_rows, 100)
         layer = ROUTES.output_layer
         counters = [
             recorder.count_sampling_mask(part, logits[rows], part.left_of(logits[rows]), layer)
             for rows in (slice(0, 3), slice(3, share.num_rows))
-            for part in [kept.of_rows(rows)]
+            for part in [kept.take(rows)]
         ]
         recorder.record_sampling_mask(
             kept, torch.stack(counters).sum(0), vp_stage=0, layer_number=layer

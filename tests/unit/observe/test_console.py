@@ -150,7 +150,9 @@ def test_away_from_a_terminal_there_are_plain_lines_alone():
         "done: starting SGLang, 0.0 s",
     ]
     assert [line.split("  ")[0] for line in lines[3:6]] == [
-        *("step 0 (1/3)", "step 1 (2/3)", "step 2 (3/3)")
+        "step 0 (1/3)",
+        "step 1 (2/3)",
+        "step 2 (3/3)",
     ]
     assert lines[6:] == ["--- run finished ---", "steps: 3", "R3: passed"]
 

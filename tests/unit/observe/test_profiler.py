@@ -54,9 +54,13 @@ def test_the_history_of_memory_is_kept_in_the_range_and_written_once(tmp_path, m
         calls.append(rollout_id)
     profiler.close()
     assert calls == [
-        *(0, ("_record_memory_history", ("max_entries", 100_000)), 1),
+        0,
+        ("_record_memory_history", ("max_entries", 100_000)),
+        1,
         ("_dump_snapshot", str(tmp_path / "profile/memory_rank_00000.pickle")),
-        *(("_record_memory_history", ("enabled", None)), 2, 3),
+        ("_record_memory_history", ("enabled", None)),
+        2,
+        3,
     ]
 
 

@@ -186,7 +186,9 @@ def test_mlflow_holds_numbers_samples_and_settings_and_goes_on_after_a_resume(
         ):
             raise RuntimeError("a crash")
     assert sorted(run.info.status for run in client.search_runs([experiment])) == [
-        *("FAILED", "FINISHED", "FINISHED")
+        "FAILED",
+        "FINISHED",
+        "FINISHED",
     ]
 
 

@@ -30,7 +30,7 @@ def test_stores_listen_on_loopback_on_one_node_and_towards_the_rendezvous_on_sev
 def test_the_rendezvous_node_is_known_by_its_address_towards_another_node(monkeypatch):
     """Its own name may be loopback to itself (/etc/hosts), and nobody else reaches it by that."""
     ways = {"head": "127.0.1.1", "10.0.0.2": "10.0.0.1"}
-    monkeypatch.setattr(stores, "own_address", ways.__getitem__)
+    monkeypatch.setattr(stores, "local_address", ways.__getitem__)
     head = {**TWO_NODES, "MASTER_ADDR": "head"}
     everybody = ["127.0.1.1", "127.0.1.1", "10.0.0.2", "10.0.0.2"]
     assert bound_and_known(None, head, gather=lambda own: everybody) == ("10.0.0.1", "10.0.0.1")

@@ -115,7 +115,7 @@ class Scene:
         return RouteRelay(self.urls, "the-key", self.keys)
 
     def held(self) -> list[int]:
-        return [len(node.store._held) for node in self.nodes]
+        return [len(node.store._rows_by_key) for node in self.nodes]
 
 
 def one(client: SGLangClient, sample_id: int = 0, group_id: int = 0, **kwargs):
@@ -392,6 +392,6 @@ def test_a_store_counts_what_it_holds_and_forgets_what_is_released():
     assert (store.held_bytes, store.wire_bytes) == (rows_of(9).nbytes, 128)
     store.release([3, 2, 2])
     store.put(3, rows_of(5))  # released before it came
-    assert store.held_bytes == len(store._held) == 0
+    assert store.held_bytes == len(store._rows_by_key) == 0
     with pytest.raises(RouteStoreError, match="key 3 are asked, held: nothing"):
         store.rows(3, 0, 1)

@@ -90,7 +90,7 @@ class Calls:
         experts = self.own(layer)
         if replayed:
             experts = self.replays[layer].get_replay_topk(
-                *(self.scores[layer], TOPK, None, None), choose
+                self.scores[layer], TOPK, None, None, choose
             )[1]
         self.served[layer] = experts
         routing_map = torch.zeros(ROWS, EXPERTS, dtype=torch.bool).scatter(1, experts, True)
@@ -417,7 +417,7 @@ def test_the_map_of_a_flex_dispatcher_is_that_of_its_largest_probabilities():
         router.config, router.topk = SimpleNamespace(moe_token_dispatcher_type=kind), TOPK
         calls.forward(s)
         experts = calls.replays[3].get_replay_topk(
-            *(calls.scores[3], TOPK, None, None), lambda scores, topk, *_: scores.topk(topk, dim=1)
+            calls.scores[3], TOPK, None, None, lambda scores, topk, *_: scores.topk(topk, dim=1)
         )[1]
         probs = torch.ones(ROWS, EXPERTS).scatter(1, experts, 0.0)
         routing_map = torch.zeros(ROWS, EXPERTS, dtype=torch.bool).scatter(1, experts, True)

@@ -10,7 +10,7 @@ import torch
 from r3train.cpu.device import prepare_device
 
 prepare_device()
-from r3train.trainer.megatron.lora import drawn  # noqa: E402
+from r3train.trainer.megatron.lora import random_factors  # noqa: E402
 
 # [rank, in features]: PEFT's bound is that of the inputs
 SHAPE = (8, 400)
@@ -18,7 +18,7 @@ NAME = "model.layers.0.self_attn.q_proj.lora_A"
 
 
 def test_a_begins_within_the_bound_of_its_inputs_and_fills_it():
-    a = drawn(3)(NAME, SHAPE)
+    a = random_factors(3)(NAME, SHAPE)
     bound = 1 / math.sqrt(SHAPE[1])
     assert a.shape == SHAPE and a.abs().max() <= bound
     assert a.max() > 0.98 * bound and a.min() < -0.98 * bound
@@ -28,14 +28,14 @@ def test_a_begins_within_the_bound_of_its_inputs_and_fills_it():
 
 
 def test_b_begins_with_zeros_so_the_first_policy_is_the_base():
-    b = drawn(3)(NAME.replace("_A", "_B"), (400, 8))
+    b = random_factors(3)(NAME.replace("_A", "_B"), (400, 8))
     assert b.shape == (400, 8) and not b.any()
 
 
 def test_seed_and_name_alone_say_what_is_drawn():
-    a, others = drawn(3)(NAME, SHAPE), []
+    a, others = random_factors(3)(NAME, SHAPE), []
     torch.manual_seed(99)
-    assert torch.equal(a, drawn(3)(NAME, SHAPE))
-    others.append(drawn(4)(NAME, SHAPE))
-    others.append(drawn(3)(NAME.replace("layers.0", "layers.1"), SHAPE))
+    assert torch.equal(a, random_factors(3)(NAME, SHAPE))
+    others.append(random_factors(4)(NAME, SHAPE))
+    others.append(random_factors(3)(NAME.replace("layers.0", "layers.1"), SHAPE))
     assert not any(torch.equal(a, other) for other in others)

@@ -14,12 +14,12 @@ from megatron.core.ssm import mamba_mixer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
-from r3train.cpu import mamba
+from r3train.cpu import mamba_twin
 from r3train.families.weights import ModelWeights
 from r3train.patches import overrides
 
-_OF_MIXER = ("input_layernorm", "self_attention", "self_attn_bda")
-_OF_EXPERTS = ("pre_mlp_layernorm", "mlp", "mlp_bda")
+_MIXER_PARTS = ("input_layernorm", "self_attention", "self_attn_bda")
+_EXPERT_PARTS = ("pre_mlp_layernorm", "mlp", "mlp_bda")
 
 
 class PackedMambaMixer(mamba_mixer.MambaMixer):
@@ -63,7 +63,7 @@ overrides(
 def adapt_mamba(layers: Any, weights: ModelWeights, first_layer: int, use_te: bool) -> None:
     """Leave one mixer in each layer; raises ValueError where a Mamba mixer's kernels are not installed."""
     if not torch.cuda.is_available():
-        mamba.install()
+        mamba_twin.install()
     elif not mamba_mixer.HAVE_MAMBA_SSM or mamba_mixer.causal_conv1d_fn is None:
         raise ValueError(
             "a model with Mamba mixers needs mamba-ssm and causal-conv1d on a CUDA device, which are not installed"
@@ -80,7 +80,7 @@ def adapt_mamba(layers: Any, weights: ModelWeights, first_layer: int, use_te: bo
         traits = weights.traits[first_layer + i]
         # layers share one specification
         layer = layers.layer_specs[i] = copy.deepcopy(spec)
-        whole, kept = layer.submodules, _OF_EXPERTS if "sparse" in traits else _OF_MIXER
+        whole, kept = layer.submodules, _EXPERT_PARTS if "sparse" in traits else _MIXER_PARTS
         names = whole.sharded_state_dict_keys_map
         parts = TransformerLayerSubmodules(
             **{name: getattr(whole, name) for name in kept}, sharded_state_dict_keys_map=names

@@ -44,7 +44,7 @@ class KeyNorm(torch.nn.LayerNorm):
 class IndexerCall(Protocol):
     """The replay of a layer's choice of tokens in one call."""
 
-    def replaced(self, own: torch.Tensor) -> torch.Tensor:
+    def replaced(self, live: torch.Tensor) -> torch.Tensor:
         """Return the tokens that the rows attend to, given the indexer's choice.
 
         Both are int64[n, K]: positions in the row's sequence, and -1 after the last.  Rows are those of
@@ -139,12 +139,12 @@ def _choose(
     q, k, weights, index_topk, **named
 ):  # noqa: ANN001, ANN003, ANN202 - Megatron's signature
     """Let the layer's replay replace the choice, int64[1, n, K] of places in the whole pack."""
-    scores, own = _megatrons_choice(q, k, weights, index_topk, **named)
+    scores, live = _megatrons_choice(q, k, weights, index_topk, **named)
     call = _call.get()
     if call is None:
-        return scores, own
+        return scores, live
     starts = named["varlen_starts"].view(-1, 1)
-    chosen = call.replaced(torch.where(own[0] < 0, -1, own[0] - starts))
+    chosen = call.replaced(torch.where(live[0] < 0, -1, live[0] - starts))
     places = torch.where(chosen < 0, -1, chosen + starts)
     call.used(torch.where(places < 0, -1, places - starts))
     return scores, places[None]

@@ -45,8 +45,8 @@ class WholeWidthNorm(torch.nn.Module):
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets=(), metadata=None) -> dict:
         """Name the weight's axis for Megatron's checkpoints."""
-        own = self.state_dict(prefix="", keep_vars=True)
-        return make_sharded_tensors_for_checkpoint(own, prefix, {"weight": 0}, sharded_offsets)
+        state = self.state_dict(prefix="", keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, sharded_offsets)
 
 
 class WholeWidthNormAttention(SelfAttention):

@@ -25,8 +25,8 @@ class Request(NamedTuple):
     def behind(self) -> torch.Tensor:
         """bool[rows, n]: the tokens that come after a row's own."""
         num, length = self.rows.stop - self.rows.start, len(self.slots)
-        own = torch.arange(length - num, length)
-        return torch.arange(length) > own[:, None]
+        queries = torch.arange(length - num, length)
+        return torch.arange(length) > queries[:, None]
 
 
 def requests_of(forward_batch: Any, req_to_token: torch.Tensor) -> Iterator[Request]:
@@ -34,9 +34,9 @@ def requests_of(forward_batch: Any, req_to_token: torch.Tensor) -> Iterator[Requ
     counts, start = forward_batch.extend_seq_lens, 0
     if forward_batch.forward_mode.is_decode():
         counts = torch.ones_like(forward_batch.seq_lens)
-    of_batch = zip(counts.tolist(), forward_batch.req_pool_indices, forward_batch.seq_lens.tolist())
-    for count, place, length in of_batch:
-        yield Request(slice(start, start + count), req_to_token[place, :length].long())
+    batch = zip(counts.tolist(), forward_batch.req_pool_indices, forward_batch.seq_lens.tolist())
+    for count, row, length in batch:
+        yield Request(slice(start, start + count), req_to_token[row, :length].long())
         start += count
 
 
@@ -67,8 +67,8 @@ def _forward(
     query = query.view(-1, self.n_heads, self.head_dim)
     rotated = query[..., : self.rope_head_dim], key[..., None, : self.rope_head_dim]
     turned = self.rotary_emb(positions, *(part.contiguous() for part in rotated))
-    for part, of_part in zip(rotated, turned):
-        part.copy_(of_part.view_as(part))
+    for part, part_turned in zip(rotated, turned):
+        part.copy_(part_turned.view_as(part))
     if getattr(self, "index_keys", None) is None:
         # a slot of the cache may be older than this batch: kept for all slots
         slots = len(get_token_to_kv_pool().get_key_buffer(layer_id))
@@ -87,9 +87,9 @@ def _forward(
     return maybe_capture_indexer_topk(layer_id, chosen)
 
 
-_OF_BACKEND = "(self, q, k, v, layer, forward_batch, save_kv_cache=True)"
+_FORWARD_SIGNATURE = "(self, q, k, v, layer, forward_batch, save_kv_cache=True)"
 for _name in ("forward_extend", "forward_decode"):
-    overrides(BatchedAttention, _name, expects=_OF_BACKEND, why="it attends to all tokens")
+    overrides(BatchedAttention, _name, expects=_FORWARD_SIGNATURE, why="it attends to all tokens")
 
 
 class SparseAttention(BatchedAttention):
@@ -118,16 +118,16 @@ class SparseAttention(BatchedAttention):
         for one in requests_of(forward_batch, self.req_to_token_pool.req_to_token):
             if len(one.slots) <= chosen.shape[1]:
                 continue
-            of_rows = chosen[one.rows].long()
+            positions = chosen[one.rows].long()
             # one more column takes the places without a token
-            seen = torch.zeros(len(of_rows), len(one.slots) + 1, dtype=torch.bool)
-            seen.scatter_(1, of_rows.masked_fill(of_rows < 0, len(one.slots)), True)
+            visible = torch.zeros(len(positions), len(one.slots) + 1, dtype=torch.bool)
+            visible.scatter_(1, positions.masked_fill(positions < 0, len(one.slots)), True)
             keys, values = (cache[one.slots].transpose(0, 1).to(q.dtype) for cache in caches)
             attended = F.scaled_dot_product_attention(
                 query[one.rows].transpose(0, 1)[None],
                 keys[None],
                 values[None],
-                attn_mask=seen[:, :-1],
+                attn_mask=visible[:, :-1],
                 scale=layer.scaling,
                 enable_gqa=True,
             )

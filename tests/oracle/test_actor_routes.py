@@ -111,12 +111,12 @@ def test_every_rank_of_a_topology_replays_its_own_part_of_the_old_pass(tmp_path)
 
 def wrong_replays(checkpoint: Path) -> dict[str, str]:
     """Each planted fault, and the error of a train pass with it."""
-    from r3train.trainer.megatron import own_routes
+    from r3train.trainer.megatron import actor_routes
 
     config = configuration(checkpoint, use_routing_replay=True)
     hf, said = read_hf_facts(checkpoint), {}
-    of_router = own_routes._OwnRoutesOfRouter
-    found = of_router.get_replay_topk
+    router_replay = actor_routes._RouterReplay
+    found = router_replay.get_replay_topk
 
     def one_expert(self, scores, *arguments):
         experts = found(self, scores, *arguments)[1].clone()
@@ -133,7 +133,7 @@ def wrong_replays(checkpoint: Path) -> dict[str, str]:
         slices, _ = slices_of(actor, config, hf, samples(hf, [(9, 20), (5, 30)]))
         old = actor.compute_log_probs(slices, "old_log_prob")
         for name, fault in faults.items():
-            with mock.patch.object(of_router, "get_replay_topk", fault):
+            with mock.patch.object(router_replay, "get_replay_topk", fault):
                 said[name] = refused(actor, slices, old)
         with mock.patch.object(actor.replay, "note_dispatch", lambda *of_call: None):
             said["not served"] = refused(actor, slices, old)

@@ -9,7 +9,7 @@ from r3train.cpu.torchvision_stub import declare_torchvision_ops
 
 declare_torchvision_ops()
 
-from r3train.cpu.sparse_attention import SparseAttention, choose, requests_of  # noqa: E402
+from r3train.cpu.sglang_sparse_attention import SparseAttention, choose, requests_of  # noqa: E402
 
 SLOTS, HEADS, SIZE, OF_VALUE = 60, 3, 16, 12
 # tokens of two requests, the last of which are in the batch

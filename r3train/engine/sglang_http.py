@@ -92,7 +92,7 @@ class SGLangHTTP:
         self.api_key = api_key
         self._key_variable = key_variable
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._asked_alive = check_alive
+        self._check_alive = check_alive
         self._adapters_alone = adapters_alone
         self._session: aiohttp.ClientSession | None = None
 
@@ -111,8 +111,8 @@ class SGLangHTTP:
 
     def check_alive(self) -> None:
         """Raise EngineDied when a process of this job has ended."""
-        if self._asked_alive is not None:
-            self._asked_alive()
+        if self._check_alive is not None:
+            self._check_alive()
 
     async def call(
         self,
@@ -158,8 +158,8 @@ class SGLangHTTP:
                 if delay_s is None:
                     await self.raise_if_dead()
                     raise EngineUnreachable(f"{what}: cannot connect to {url}: {error}") from error
-                if self._asked_alive is not None:
-                    self._asked_alive()
+                if self._check_alive is not None:
+                    self._check_alive()
                 await asyncio.sleep(delay_s)
             except aiohttp.ClientError as error:
                 await self.raise_if_dead()
@@ -253,11 +253,11 @@ class SGLangHTTP:
 
     async def raise_if_dead(self) -> None:
         """Wait a moment for a dying engine; raise EngineDied, with its log, if it ends."""
-        if self._asked_alive is None:
+        if self._check_alive is None:
             return
         end = time.monotonic() + _DEATH_REPORT_S
         while time.monotonic() < end:
-            self._asked_alive()
+            self._check_alive()
             await asyncio.sleep(0.1)
 
     async def aclose(self) -> None:
@@ -273,18 +273,18 @@ class BodyTooLong(Exception):
 async def read_bounded(answer: aiohttp.ClientResponse, most_bytes: int) -> bytes:
     """Read a body; raises BodyTooLong, and closes the connection, once it is longer than that."""
     length = answer.content_length
-    parts, held = [], 0
+    parts, num_bytes = [], 0
     if length is None or length <= most_bytes:
         async for part in answer.content.iter_chunked(_CHUNK_BYTES):
-            held += len(part)
-            if held > most_bytes:
+            num_bytes += len(part)
+            if num_bytes > most_bytes:
                 break
             parts.append(part)
         else:
             return parts[0] if len(parts) == 1 else b"".join(parts)
     answer.close()
-    said = "" if length is None else f" (its Content-Length is {length})"
-    raise BodyTooLong(f"the body is longer than {most_bytes} bytes{said}")
+    length_text = "" if length is None else f" (its Content-Length is {length})"
+    raise BodyTooLong(f"the body is longer than {most_bytes} bytes{length_text}")
 
 
 def _retry_after_s(header: str) -> float:

@@ -26,9 +26,9 @@ def build_transformer_config(
     naming a key that config.json lacks.
     """
     family = FAMILIES[hf.model_type]
-    of_model = transformer_fields(family, hf)
-    of_model["activation_func"] = _ACTIVATIONS[of_model["activation_func"]]
-    of_run = {
+    model_fields = transformer_fields(family, hf)
+    model_fields["activation_func"] = _ACTIVATIONS[model_fields["activation_func"]]
+    run_fields = {
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype is torch.bfloat16,
@@ -41,7 +41,7 @@ def build_transformer_config(
     }
     is_latent = family.layers.endswith("latent_attention")
     config = (MLATransformerConfig if is_latent else TransformerConfig)(
-        **of_model | of_run | fields
+        **model_fields | run_fields | fields
     )
     for name, value in family.attributes(keys_of(family, hf)).items():
         setattr(config, name, value)

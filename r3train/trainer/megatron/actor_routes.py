@@ -16,7 +16,7 @@ from r3train.trainer.megatron.replay import decoder_routers, in_recomputation
 from r3train.types import RankSlice, ReplayEvidence
 
 
-class OwnRoutes:
+class ActorRoutes:
     """The choices of one rank's routers in the old-log-prob pass, and their replay.
 
     It takes the calls of ``RoutingReplayManager``.  Its proof is of this process: a train pass raises AssertionError
@@ -36,14 +36,14 @@ class OwnRoutes:
         self._backward: dict[int, int] = {}
         # (microbatch, layer) -> experts int16[m, K], of the rollout's old-log-prob pass
         self.chosen: dict[tuple[int, int], torch.Tensor] = {}
-        self._served: Counter[tuple[int, int]] = Counter()
+        self._times_replayed: Counter[tuple[int, int]] = Counter()
         self._applied = torch.ones((), dtype=torch.bool, device=device)
 
     def install(self, chunks: Sequence[torch.nn.Module]) -> None:
         """Put a replay object on every decoder router; routers of MTP layers choose for themselves."""
         for vp_stage, chunk in enumerate(chunks):
             for router in decoder_routers(chunk):
-                router.router_replay = _OwnRoutesOfRouter(self, vp_stage, router.layer_number)
+                router.router_replay = _RouterReplay(self, vp_stage, router.layer_number)
                 router.register_forward_hook(router.router_replay.compare)
                 self._routers.append(router)
 
@@ -71,11 +71,11 @@ class OwnRoutes:
 
     def end_pass(self) -> None:
         """Judge a train pass; waits once for the device."""
-        replayed, served, applied = self._pass == "train", self._served.copy(), self._applied
-        wanted = {(m, r.layer_number): 1 for m in self._microbatches for r in self._routers}
+        replayed, times, applied = self._pass == "train", self._times_replayed.copy(), self._applied
+        expected = {(m, r.layer_number): 1 for m in self._microbatches for r in self._routers}
         self.reset()
         if replayed:
-            wrong = {call: served[call] for call in wanted | served if served[call] != 1}
+            wrong = {call: times[call] for call in expected | times if times[call] != 1}
             assert not wrong, f"R2: {{(microbatch, layer): times replayed}} is {wrong}, expected 1"
             assert bool(applied), "R2: a router dispatched other experts than those replayed"
 
@@ -84,7 +84,7 @@ class OwnRoutes:
         self._pass = None
         self._forward.clear()
         self._backward.clear()
-        self._served.clear()
+        self._times_replayed.clear()
         self._applied = torch.ones((), dtype=torch.bool, device=self._device)
 
     def collect(self, step: int) -> list[ReplayEvidence]:
@@ -115,15 +115,15 @@ class OwnRoutes:
         expected = torch.zeros_like(routing_map).scatter(1, experts, True)
         self._applied = self._applied & (routing_map == expected).all()
         if not in_recomputation():
-            self._served[self.call(vp_stage, layer_number)] += 1
+            self._times_replayed[self.call(vp_stage, layer_number)] += 1
 
 
-class _OwnRoutesOfRouter:
+class _RouterReplay:
     """The replay object of one router.  Megatron calls ``get_replay_topk`` only."""
 
-    def __init__(self, routes: OwnRoutes, vp_stage: int, layer_number: int):
+    def __init__(self, routes: ActorRoutes, vp_stage: int, layer_number: int):
         self._routes = routes
-        self._place = vp_stage, layer_number
+        self._call = vp_stage, layer_number
 
     def get_replay_topk(
         self,
@@ -134,13 +134,13 @@ class _OwnRoutesOfRouter:
         default_compute_topk: Callable | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The live scores at the experts of the old-log-prob pass, as ``replay.RouterReplay`` has them."""
-        experts = self._routes.experts(*self._place)
+        experts = self._routes.experts(*self._call)
         if experts is not None:
             return scores.gather(1, experts), experts
         values, experts = default_compute_topk(scores, topk, num_groups, group_topk)
-        self._routes.note_choice(*self._place, experts)
+        self._routes.note_choice(*self._call, experts)
         return values, experts
 
     def compare(self, router: TopKRouter, args: tuple, output: tuple) -> None:
         """Hand on what the router returned."""
-        self._routes.note_dispatch(*self._place, output[1])
+        self._routes.note_dispatch(*self._call, output[1])
