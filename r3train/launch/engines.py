@@ -476,7 +476,7 @@ class Engines(RolloutFleet):
             check_alive=self.check_alive,
             on_outcome=self._group_ended,
             state=self._kept_buffer(),
-            audit_share=job.config.audit_share,
+            recheck_share=job.config.recheck_share,
             eval_slots=job.config.eval_slots,
             scorer=GroupScorer(
                 score=job.reward,

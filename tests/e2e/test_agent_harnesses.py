@@ -173,7 +173,7 @@ def test_a_job_trains_an_unmodified_harness_with_every_verdict_passed(python, ti
         tmp_path / "run",
         *("--config", str(EXAMPLES / "agents.toml"), "--hf-checkpoint", str(tiny / "model")),
         *("--prompt-data", str(tiny / "agents.jsonl"), "--num-rollout", "3", *jobs.FEW_ROWS),
-        *("--rollout-batch-size", "2", "--n-samples-per-prompt", "4", "--r3-audit-share", "0.25"),
+        *("--rollout-batch-size", "2", "--n-samples-per-prompt", "4", "--r3-recheck-share", "0.25"),
         *("--agent-tool-call-parser", "examples.agents.words:parse"),
         *("--agent-command", f"{python} {EXAMPLES / name}.py"),
     )

@@ -60,7 +60,7 @@ async def three_turns_and_a_fork(access: Access) -> float:
     return 1.0
 
 
-def producer_of(engine, agent, *, most=4, audit_share=0.0, on_failure="error", **rollout):
+def producer_of(engine, agent, *, most=4, recheck_share=0.0, on_failure="error", **rollout):
     play = Play()
     sampling = SamplingParams(500)
     settings = replace(play.settings, max_context_len=2000, max_calls=CALLS)
@@ -88,7 +88,7 @@ def producer_of(engine, agent, *, most=4, audit_share=0.0, on_failure="error", *
             keep_decoded=True,
             stats=agents.stats,
         ),
-        audit_share=audit_share,
+        recheck_share=recheck_share,
     )
     producer.agents = agents
     return producer
