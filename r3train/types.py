@@ -225,8 +225,8 @@ class RolloutSample:
     # the same as each answer brought them: (index of the first row, bits); the first part begins at row K
     decoded_indexer: tuple[tuple[int, np.ndarray], ...] = ()
     # of an agent's session, on its last sample: (sample id, first token, end, crc32 of the tokens up to there)
-    # of each call that was delivered, see chat/custody.py
-    custody: Sequence[Sequence[int]] | None = None
+    # of each call that was delivered, see chat/token_ledger.py
+    token_ledger: Sequence[Sequence[int]] | None = None
     # with reward_keys: the numbers of the reward's table at these keys, in their order
     reward_parts: Sequence[float] | None = None
     # with routes: the RowClass of each row, FILLED for the last token; None where it is not known
@@ -276,7 +276,7 @@ class RecheckedRollout:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class Scores:
     """A given text of T tokens as one server computed it, in one prefill without a new token.
 
     Log-prob i is that of token T - len(log_probs) + i, at temperature 1; the first is 0, which no row predicts.
@@ -288,15 +288,15 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True)
-class CanaryReadings:
+class CanaryScores:
     """One canary on one server after an update, read in this order.
 
     early and warm are None for canaries of which the cache's halves are not read.
     """
 
-    early: Reading | None  # from the middle on; nothing of it can be cached
-    warm: Reading | None  # the same again, on the cached first half
-    whole: Reading  # from the first token on, without the cache: what the actor is compared with
+    early: Scores | None  # from the middle on; nothing of it can be cached
+    warm: Scores | None  # the same again, on the cached first half
+    whole: Scores  # from the first token on, without the cache: what the actor is compared with
 
 
 @dataclass(frozen=True, slots=True)
