@@ -158,12 +158,13 @@ class RouteShape:
 
 
 class RowClass(IntEnum):
-    """The way in which a server came to a row of routes.
+    """How the server produced a row of routes.
 
-    PREFILLED_AGAIN: by a prefill that computed tokens again which older weights had sampled, after an
-    update; and every row of an answer that its server retracted (``num_retractions``), for it does not say which of
-    them it computed again.  CACHED: with the prefix that the server took from its cache.  FILLED: no
-    server computed it, the trainer fills it.
+    DECODED: while its token was sampled.  PREFILLED: in the prefill of a request.
+    PREFILLED_AGAIN: in the prefill of a request that goes on with tokens which older weights sampled, after an
+    update; also every row of an answer that its server retracted (``num_retractions``), because the server does not
+    say which of them it computed again.  CACHED: taken from the prefix cache.  FILLED: by the trainer, because no
+    server computed the row.
     """
 
     DECODED = 0
@@ -277,7 +278,7 @@ class RecheckedRollout:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """A given text of T tokens as one server computed it, in one prefill without a new token.
+    """A given text of T tokens as one server scores it, in one prefill without a new token.
 
     Log-prob i is that of token T - len(log_probs) + i, at temperature 1; the first is 0, which no row predicts.
     """
@@ -289,14 +290,14 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class CanaryScores:
-    """One canary on one server after an update, read in this order.
+    """Scores of one canary text by one server after an update, in the order of the requests.
 
-    early and warm are None for canaries of which the cache's halves are not read.
+    early and warm compare an empty cache with a filled one; None for texts on which this is not compared.
     """
 
-    early: Scores | None  # from the middle on; nothing of it can be cached
-    warm: Scores | None  # the same again, on the cached first half
-    whole: Scores  # from the first token on, without the cache: what the actor is compared with
+    early: Scores | None  # the second half, on an empty cache
+    warm: Scores | None  # the second half again, on the cached first half
+    whole: Scores  # the whole text without the cache: what the actor is compared with
 
 
 @dataclass(frozen=True, slots=True)
