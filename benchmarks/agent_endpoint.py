@@ -205,7 +205,7 @@ async def endpoint(
     parts: Parts, read: Any, play: Any, *, sessions: int, turns: int, at_once: int
 ) -> dict[str, float]:
     """Sessions through the door, all alive until the last call of all; facts of their end."""
-    from r3train.agents.http import Door
+    from r3train.agents.http import ChatEndpoint
     from r3train.data.templates import SessionTemplate
     from r3train.engine.backend import SamplingParams
     from r3train.generation.sessions import Session, SessionSettings
@@ -224,7 +224,7 @@ async def endpoint(
         raise error
 
     prompt = Prompt("p", 0, "", np.zeros(1, np.int32), None)
-    door = Door()
+    door = ChatEndpoint()
     try:
         opened = [
             Session(settings, parts.generate, prompt, i * turns, fail=fail) for i in range(sessions)

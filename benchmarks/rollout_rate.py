@@ -6,7 +6,7 @@ A server records routes for every request or for none, so one server cannot be b
 up, the idle ones asleep, and they take turns round by round with the same requests, all of a round at
 once, each for ``--response`` tokens.  Two of them record none: their ratio is what two processes of one
 kind differ by.  A further arm asks the recording server for no routes, which tells recording from
-returning.  The last has the answers of such a round rechecked, one after the other, as --r3-audit-share
+returning.  The last has the answers of such a round rechecked, one after the other, as --r3-recheck-share
 does with a few of them.  CPU time of a server's processes is free of what else the machine does; the
 client's decoding is not in it.
 """

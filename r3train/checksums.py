@@ -41,9 +41,9 @@ def parsed(found: Any, source: Path) -> Sums:
     right = isinstance(found, dict) and all(
         # a name only: nothing outside of the directory is read
         name == os.path.basename(name)
-        and isinstance(of, dict)
-        and all(type(of.get(key)) is int for key in ("bytes", "crc32"))
-        for name, of in found.items()
+        and isinstance(sums, dict)
+        and all(type(sums.get(key)) is int for key in ("bytes", "crc32"))
+        for name, sums in found.items()
     )
     if not right:
         raise ValueError(f"{source}: files is no table of bytes and crc32 by file name")

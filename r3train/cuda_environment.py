@@ -93,8 +93,8 @@ def _keeps_names(directory: Path) -> bool:
 def _is_ours_alone(directory: Path) -> bool:
     """True for a directory, no link to one, that is this user's and that no other can write."""
     found = os.lstat(directory)
-    others_write = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not others_write
+    writable_by_others = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not writable_by_others
 
 
 def visible_gpus() -> int:

@@ -288,7 +288,7 @@ def write_shards(
     from safetensors.torch import save_file
 
     shard: dict[str, torch.Tensor] = {}
-    shard_of: dict[str, int] = {}
+    shard_by_name: dict[str, int] = {}
     size = total = num_shards = 0
 
     def flush() -> None:
@@ -297,16 +297,16 @@ def write_shards(
         shard, size, num_shards = {}, 0, num_shards + 1
 
     for name, tensor in named_tensors:
-        if check_name(name, fused_experts) in shard_of:
+        if check_name(name, fused_experts) in shard_by_name:
             raise ValueError(f"weight {name!r} came twice")
         if shard and size + tensor.nbytes > shard_bytes:
             flush()
         # A copy: tensors may be views of one storage, which safetensors refuses.
         shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
-        shard_of[name] = num_shards
+        shard_by_name[name] = num_shards
         size += tensor.nbytes
         total += tensor.nbytes
-    if not shard_of:
+    if not shard_by_name:
         raise ValueError("there was no weight to publish")
     flush()
     files = [f"model-{i + 1:05d}-of-{num_shards:05d}.safetensors" for i in range(num_shards)]
@@ -314,11 +314,11 @@ def write_shards(
         os.replace(directory / f"shard-{i:05d}.safetensors", directory / file)
     index = {
         "metadata": {"total_size": total},
-        "weight_map": {name: files[i] for name, i in shard_of.items()},
+        "weight_map": {name: files[i] for name, i in shard_by_name.items()},
     }
     with open(directory / "model.safetensors.index.json", "w", encoding="utf-8") as stream:
         json.dump(index, stream, indent=1)
-    return len(shard_of), total, num_shards
+    return len(shard_by_name), total, num_shards
 
 
 def read_transformers_config(hf_checkpoint: Path) -> Any:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import torch
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
-_OF_EXPERTS = ("gate_proj", "up_proj", "down_proj")
+_EXPERT_LINEARS = ("gate_proj", "up_proj", "down_proj")
 _PREFIX, _SUFFIX = "base_model.model.", ".weight"
 # what another value than its first would add to B A x; keys that are missing have PEFT's default
 _PLAIN: dict[str, tuple[Any, ...]] = {
@@ -130,8 +130,8 @@ def _packed(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             packed[packed_name(name)] = tensor
         else:
             experts.setdefault(packed_name(name), {})[int(expert[1])] = tensor
-    for name, of_experts in experts.items():
-        packed[name] = torch.stack([of_experts[e] for e in range(len(of_experts))])
+    for name, expert_tensors in experts.items():
+        packed[name] = torch.stack([expert_tensors[e] for e in range(len(expert_tensors))])
     return packed
 
 
@@ -153,9 +153,9 @@ def not_in_peft(settings: LoraSection, hf: HfModelFacts) -> str | None:
     routed = FAMILIES[hf.model_type].peft_fuses_experts or any(
         ".experts." in name for name in targets
     )
-    others = [n for n in targets if linear_of(n) in _OF_EXPERTS and ".experts." not in n]
-    if others and routed:
-        return f"PEFT drops the adapter of {min(others).removesuffix(_SUFFIX)}"
+    dense_targets = [n for n in targets if linear_of(n) in _EXPERT_LINEARS and ".experts." not in n]
+    if dense_targets and routed:
+        return f"PEFT drops the adapter of {min(dense_targets).removesuffix(_SUFFIX)}"
     return _without_name(settings, hf)
 
 

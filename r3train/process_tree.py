@@ -73,11 +73,11 @@ def keep(child: int, grace_s: float = 0.0) -> NoReturn:
     The caller has adopted orphans and blocked SIGTERM.  grace_s: see ``end_descendants``.
     """
 
-    def told(*_: object) -> None:
+    def end_and_exit(*_: object) -> None:
         end_descendants(grace_s)
         os._exit(0)
 
-    signal.signal(signal.SIGTERM, told)
+    signal.signal(signal.SIGTERM, end_and_exit)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     ended, status = 0, 0
     while ended != child:  # others are orphans

@@ -81,8 +81,8 @@ def unspoken(error: Any) -> str | None:
     if spoken:
         return None
     rank, failure = next(iter(error.failures.items()))
-    how = f"exit code {failure.exitcode}" if failure.exitcode > 0 else "SIGTERM"
-    return f"rank {rank} (process {failure.pid}) ended: {how}"
+    cause = f"exit code {failure.exitcode}" if failure.exitcode > 0 else "SIGTERM"
+    return f"rank {rank} (process {failure.pid}) ended: {cause}"
 
 
 def _is_ours(word: str) -> bool:

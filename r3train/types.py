@@ -158,12 +158,13 @@ class RouteShape:
 
 
 class RowClass(IntEnum):
-    """The way in which a server came to a row of routes.
+    """How the server produced a row of routes.
 
-    PREFILLED_AGAIN: by a prefill that computed tokens again which older weights had sampled, after an
-    update; and every row of an answer that its server retracted (``num_retractions``), for it does not say which of
-    them it computed again.  CACHED: with the prefix that the server took from its cache.  FILLED: no
-    server computed it, the trainer fills it.
+    DECODED: while its token was sampled.  PREFILLED: in the prefill of a request.
+    PREFILLED_AGAIN: in the prefill of a request that goes on with tokens which older weights sampled, after an
+    update; also every row of an answer that its server retracted (``num_retractions``), because the server does not
+    say which of them it computed again.  CACHED: taken from the prefix cache.  FILLED: by the trainer, because no
+    server computed the row.
     """
 
     DECODED = 0
@@ -225,8 +226,8 @@ class RolloutSample:
     # the same as each answer brought them: (index of the first row, bits); the first part begins at row K
     decoded_indexer: tuple[tuple[int, np.ndarray], ...] = ()
     # of an agent's session, on its last sample: (sample id, first token, end, crc32 of the tokens up to there)
-    # of each call that was delivered, see chat/custody.py
-    custody: Sequence[Sequence[int]] | None = None
+    # of each call that was delivered, see chat/token_ledger.py
+    token_ledger: Sequence[Sequence[int]] | None = None
     # with reward_keys: the numbers of the reward's table at these keys, in their order
     reward_parts: Sequence[float] | None = None
     # with routes: the RowClass of each row, FILLED for the last token; None where it is not known
@@ -276,8 +277,8 @@ class RecheckedRollout:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
-    """A given text of T tokens as one server computed it, in one prefill without a new token.
+class Scores:
+    """A given text of T tokens as one server scores it, in one prefill without a new token.
 
     Log-prob i is that of token T - len(log_probs) + i, at temperature 1; the first is 0, which no row predicts.
     """
@@ -288,15 +289,15 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True)
-class CanaryReadings:
-    """One canary on one server after an update, read in this order.
+class CanaryScores:
+    """Scores of one canary text by one server after an update, in the order of the requests.
 
-    early and warm are None for canaries of which the cache's halves are not read.
+    early and warm compare an empty cache with a filled one; None for texts on which this is not compared.
     """
 
-    early: Reading | None  # from the middle on; nothing of it can be cached
-    warm: Reading | None  # the same again, on the cached first half
-    whole: Reading  # from the first token on, without the cache: what the actor is compared with
+    early: Scores | None  # the second half, on an empty cache
+    warm: Scores | None  # the second half again, on the cached first half
+    whole: Scores  # the whole text without the cache: what the actor is compared with
 
 
 @dataclass(frozen=True, slots=True)

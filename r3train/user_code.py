@@ -64,10 +64,10 @@ class UserCodeFailed(ValueError):
 
 
 @contextmanager
-def running_user_code(what: str) -> Iterator[None]:
+def running_user_code(source: str) -> Iterator[None]:
     """Run code of the user: what it raises, sys.exit too, becomes a UserCodeFailed; Ctrl-C stays what it is.
 
-    Its text is one line: ``what``, then the text of a ValueError, or the kind and the text of another
+    Its text is one line: ``source``, then the text of a ValueError, or the kind and the text of another
     error.
     """
     try:
@@ -78,8 +78,8 @@ def running_user_code(what: str) -> Iterator[None]:
         text = " ".join(quoted(error, str).split())
         kind = "" if type(error) is ValueError else f"raised {type(error).__name__}: "
         if frames := user_frames(error):  # for the log: the text alone may travel on
-            logger.info("%s: code of the user failed:\n%s", what, "".join(frames.format()))
-        raise UserCodeFailed(f"{what}: {kind}{text}{place(error)}") from error
+            logger.info("%s: code of the user failed:\n%s", source, "".join(frames.format()))
+        raise UserCodeFailed(f"{source}: {kind}{text}{place(error)}") from error
 
 
 def call_within(limit_s: float, call: Callable[[], Any]) -> Any:

@@ -25,8 +25,10 @@ def place(error: BaseException) -> str:
     Lines of installed packages, which the user's code has called, do not count where there is another.
     """
     frames = user_frames(error)
-    own = [f for f in frames if not _is_library(f.filename) and not _is_installed(f.filename)]
-    for frame in (own or frames)[-1:]:
+    user_code_frames = [
+        f for f in frames if not _is_library(f.filename) and not _is_installed(f.filename)
+    ]
+    for frame in (user_code_frames or frames)[-1:]:
         return f" ({os.path.basename(frame.filename)}:{frame.lineno})"
     return ""
 

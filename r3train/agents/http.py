@@ -1,4 +1,4 @@
-"""The door: the chat endpoint of all sessions, on aiohttp in the producer's event loop."""
+"""The chat endpoint of all sessions, on aiohttp in the producer's event loop."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class _Session:
         return next(abandoned, calls[-1] if calls else None)
 
 
-class Door:
+class ChatEndpoint:
     """Chat endpoint at ``host:port`` for all sessions of a run, each with a key of its own.
 
     ``max_parallel`` bounds the requests of one session that are answered at once; more wait.  All methods

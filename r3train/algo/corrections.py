@@ -49,9 +49,9 @@ def rollout_weights(
     kind = algorithm.importance_level
     d = log_ratio(rows.old_log_probs, rows.rollout_log_probs)
     if kind == "sequence":
-        d = rows.of_rows(rows.sample_sum(d).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+        d = rows.spread_over_rows(rows.sample_sum(d).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
     elif kind == "geometric":
-        d = rows.of_rows(rows.sample_mean(d))
+        d = rows.spread_over_rows(rows.sample_mean(d))
     ratio = zero_outside(d.exp(), rows.mask)
     sums = {"is_ratio": ratio.sum(), "is_ratio_square": ratio.square().sum()}
     if kind == "none":
@@ -91,11 +91,11 @@ def kept_rows(rows: LossRows, algorithm: AlgorithmSection) -> tuple[Tensor | Non
                     "seq_mean": rows.sample_mean,
                     "seq_max": rows.sample_max,
                 }[level](value)
-                value = rows.of_rows(reduced)
+                value = rows.spread_over_rows(reduced)
             keep &= (value >= low) & (value <= high)
         sums["rs_rejected"] = (~keep & rows.mask).sum()
     if algorithm.opsm_delta is not None:
-        moved = rows.of_rows(rows.sample_mean(rows.old_log_probs - rows.log_probs))
+        moved = rows.spread_over_rows(rows.sample_mean(rows.old_log_probs - rows.log_probs))
         dropped = (rows.advantages < 0) & (moved > algorithm.opsm_delta)
         sums["opsm_dropped"] = (dropped & rows.mask).sum()
         keep = ~dropped if keep is None else keep & ~dropped
@@ -112,11 +112,11 @@ def mismatch_sums(rows: LossRows) -> dict[str, Tensor]:
     return {
         "log_prob_gap_k1": -d.sum(),
         "chi2_token": zero_outside(torch.expm1(2 * d), rows.mask).sum(),
-        **{name: sums[0] for name, sums in _of_samples(rows, d, rows.mask[None]).items()},
+        **{name: sums[0] for name, sums in _sample_sums(rows, d, rows.mask[None]).items()},
     }
 
 
-def _of_samples(rows: LossRows, d: Tensor, counted: Tensor) -> dict[str, Tensor]:
+def _sample_sums(rows: LossRows, d: Tensor, counted: Tensor) -> dict[str, Tensor]:
     """Sum metrics of samples by each of k masks: a sample is measured by its rows in the mask.
 
     counted: the masks, bool[k, n].  Returns float[k] by name.
@@ -127,13 +127,13 @@ def _of_samples(rows: LossRows, d: Tensor, counted: Tensor) -> dict[str, Tensor]
     sums = rows.sample_sum(streams[:, None] * counted)  # [4, k, B]
     count = sums[0].clamp(min=1)
     share = counted / count[:, rows.samples]
-    of_samples = {
+    values_by_name = {
         "sequences": torch.ones_like(count),
         "seq_chi2": torch.expm1((2 * sums[1]).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)),
         "seq_ppl_actor": (-sums[2] / count).clamp(max=MAX_LOG_RATIO).exp(),
         "seq_ppl_rollout": (-sums[3] / count).clamp(max=MAX_LOG_RATIO).exp(),
     }
-    return {n: (value[:, rows.samples] * share).sum(-1) for n, value in of_samples.items()}
+    return {n: (value[:, rows.samples] * share).sum(-1) for n, value in values_by_name.items()}
 
 
 def mismatch_metrics(means: dict[str, float]) -> dict[str, float]:
@@ -157,14 +157,19 @@ def mismatch_metrics(means: dict[str, float]) -> dict[str, float]:
 
 # the sums of rows of one age: NAME_age_AGE, and of one class: NAME_rows_CLASS
 _AGE, _CLASS = "_age_", "_rows_"
-_OF_CLASSES = ("loss_tokens", "log_prob_gap_mean", "log_prob_gap_k1", "log_prob_gap_k3")
+_CLASS_SUMS = ("loss_tokens", "log_prob_gap_mean", "log_prob_gap_k1", "log_prob_gap_k3")
 _LABELS = {row_class.label for row_class in RowClass}
-_OF_AGES = (
-    *_OF_CLASSES,
-    *("ess", "chi2_token", "tis_weight", "tis_clipped_high", "tis_clipped_low", "dropped_share"),
+_AGE_SUMS = (
+    *_CLASS_SUMS,
+    "ess",
+    "chi2_token",
+    "tis_weight",
+    "tis_clipped_high",
+    "tis_clipped_low",
+    "dropped_share",
 )
-# of samples, each by its rows of that age
-_OF_SAMPLES = ("sequences", "seq_chi2", "seq_ppl_actor", "seq_ppl_rollout")
+# sums over samples: each sample is measured by its rows of that age
+_SAMPLE_SUMS = ("sequences", "seq_chi2", "seq_ppl_actor", "seq_ppl_rollout")
 
 
 def age_sums(
@@ -179,28 +184,28 @@ def age_sums(
         return {}
     d = log_ratio(rows.old_log_probs, rows.rollout_log_probs)
     ratio = zero_outside(d.exp(), rows.mask)
-    of_rows = _gaps(rows, d) | {"ess": ratio, "chi2_token": ratio.square()}
+    row_values = _gaps(rows, d) | {"ess": ratio, "chi2_token": ratio.square()}
     if correction is not None:
-        of_rows |= {"tis_weight": correction, **{n: b.float() for n, b in beyond.items()}}
+        row_values |= {"tis_weight": correction, **{n: b.float() for n, b in beyond.items()}}
     if keep is not None:
-        of_rows["dropped_share"] = (~keep & rows.mask).float()
-    table = torch.stack(list(of_rows.values())).float()
-    sums = table.new_zeros(len(of_rows), rows.num_ages).index_add_(1, rows.ages, table)
+        row_values["dropped_share"] = (~keep & rows.mask).float()
+    table = torch.stack(list(row_values.values())).float()
+    sums = table.new_zeros(len(row_values), rows.num_ages).index_add_(1, rows.ages, table)
     ages = torch.arange(rows.num_ages, device=d.device)
-    of_ages = dict(zip(of_rows, sums)) | _of_samples(rows, d, rows.ages == ages[:, None])
+    sums_by_name = dict(zip(row_values, sums)) | _sample_sums(rows, d, rows.ages == ages[:, None])
     return {
         f"{name}{_AGE}{age}": values[age]
-        for name, values in of_ages.items()
+        for name, values in sums_by_name.items()
         for age in range(rows.num_ages)
     }
 
 
 def _gaps(rows: LossRows, d: Tensor) -> dict[str, Tensor]:
     """Make the values of each row that are summed by age and class, from its d: float[n] by name."""
-    # of rounding k3 is the square, which float32 would lose
+    # the k3 of rounding alone is half its square, which float32 would lose
     wide = d.double()
     values = (rows.mask.float(), d.abs(), -d, k3_kl(-wide, torch.zeros_like(wide)))
-    return dict(zip(_OF_CLASSES, values, strict=True))
+    return dict(zip(_CLASS_SUMS, values, strict=True))
 
 
 def class_sums(rows: LossRows) -> dict[str, Tensor]:
@@ -213,29 +218,29 @@ def class_sums(rows: LossRows) -> dict[str, Tensor]:
         return {}
     d = log_ratio(rows.old_log_probs, rows.rollout_log_probs)
     classes = torch.arange(len(RowClass), device=d.device)
-    of_class = rows.row_classes == classes[:, None]  # [classes, n]
+    class_masks = rows.row_classes == classes[:, None]  # [classes, n]
     # all rows, of the prompt too: not ``sample_max``, which takes masked rows
     cached = d.new_zeros(rows.loss_weights.shape[0])
-    own = of_class[RowClass.CACHED].to(d.dtype)
-    cached = rows.over_ranks(cached.scatter_reduce_(0, rows.samples, own, "amax"), "max")
-    behind = rows.of_rows(cached) > 0
-    of_class = torch.where((classes == RowClass.CACHED)[:, None], behind, of_class)
+    is_cached = class_masks[RowClass.CACHED].to(d.dtype)
+    cached = rows.over_ranks(cached.scatter_reduce_(0, rows.samples, is_cached, "amax"), "max")
+    behind = rows.spread_over_rows(cached) > 0
+    class_masks = torch.where((classes == RowClass.CACHED)[:, None], behind, class_masks)
     table = torch.stack(list(_gaps(rows, d).values())).float()
-    sums = table @ of_class.float().T
+    sums = table @ class_masks.float().T
     return {
         f"{name}{_CLASS}{row_class.label}": values[row_class]
-        for name, values in zip(_OF_CLASSES, sums)
+        for name, values in zip(_CLASS_SUMS, sums)
         for row_class in RowClass
     }
 
 
 def is_group_sum(name: str) -> bool:
-    """True for a sum of rows of one age or class, which is no sum over the loss tokens of the step."""
+    """Return True for a sum of one age or class, which is divided by its own count and not by the step's loss tokens."""
     kind, _, age = name.partition(_AGE)
-    if kind in (*_OF_AGES, *_OF_SAMPLES) and age.isdecimal():
+    if kind in (*_AGE_SUMS, *_SAMPLE_SUMS) and age.isdecimal():
         return True
     kind, _, label = name.partition(_CLASS)
-    return kind in _OF_CLASSES and label in _LABELS
+    return kind in _CLASS_SUMS and label in _LABELS
 
 
 def group_metrics(sums: dict[str, float]) -> dict[str, float]:
@@ -249,12 +254,12 @@ def group_metrics(sums: dict[str, float]) -> dict[str, float]:
         sign = _AGE if _AGE in name else _CLASS
         kind, _, group = name.partition(sign)
         count = sums[f"loss_tokens{sign}{group}"]
-        if count and kind in _OF_AGES:
+        if count and kind in _AGE_SUMS:
             out[name] = value if kind == "loss_tokens" else value / count
     for age in [name.partition(_AGE)[2] for name in out if name.startswith("ess")]:
         mean, square = out[f"ess{_AGE}{age}"], out[f"chi2_token{_AGE}{age}"]
         out |= {f"ess{_AGE}{age}": mean**2 / square, f"chi2_token{_AGE}{age}": square - 1}
-        samples, chi2, actor, rollout = (sums[f"{name}{_AGE}{age}"] for name in _OF_SAMPLES)
+        samples, chi2, actor, rollout = (sums[f"{name}{_AGE}{age}"] for name in _SAMPLE_SUMS)
         out |= {
             f"chi2_seq{_AGE}{age}": chi2 / samples,
             f"ppl_actor{_AGE}{age}": actor / samples,

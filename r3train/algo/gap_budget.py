@@ -1,6 +1,6 @@
 """The gap between server and actor as a budget: how much of it each cause made, at every step.
 
-A token's gap d is the actor's log-prob less the server's.  Between the two stand other readings of the same policy:
+A token's gap d is the actor's log-prob less the server's.  Between the two stand other scores of the same tokens by the same policy:
 
     server     as it was sampled -> as the same server computes it again
     kernels    the server -> the actor at equal weights, with the server's experts replayed
@@ -14,7 +14,7 @@ pass over the batch.
 
 A part is measured by its k1, k3 and mean |d|.  k1 adds up along the chain.  k3 is half the mean square of a
 small d: it adds up for causes that are independent of each other, and is what shares are made of.  Neighbours in the
-chain are not quite: both have the rounding of the reading between them, with opposite signs, and where rounding is all there is
+chain are not quite: both have the rounding of the scores between them, with opposite signs, and where rounding is all there is
 they add up to more than the gap.  So much is taken off them (``_without_shared``).  Means of |d| do not add up.
 """
 
@@ -34,7 +34,7 @@ _TOTAL, _AGE = "train/log_prob_gap_", "_age_"
 
 @dataclass(frozen=True, slots=True)
 class CanaryLogProbs:
-    """Log-probs of fixed texts at one weight version, as servers and actor read them: float[N] of the same tokens.
+    """Log-probs of the canary texts at one weight version, as servers and actor score them: float[N] of the same tokens.
 
     server: without a cached token; actor: with the server's experts replayed; live: by its own routers.
     early, warm: of the texts' later halves, on an empty cache and on the cached first half.  None is not measured.
@@ -50,7 +50,7 @@ class CanaryLogProbs:
 Gap = dict[str, float]
 
 
-def gap_of(before: np.ndarray, after: np.ndarray) -> Gap:
+def gap_stats(before: np.ndarray, after: np.ndarray) -> Gap:
     """Measure d = after - before of some tokens: k1, k3, mean and p999."""
     d = after.astype(np.float64) - before
     return {
@@ -87,9 +87,9 @@ def gap_budget(
         for key, count in metrics.items()
         if key.startswith(f"train/loss_tokens{_AGE}") and count
     }
-    of_age = {a: {s: metrics[f"{_TOTAL}{s}{_AGE}{a}"] for s in ADDED} for a in tokens}
+    gaps_by_age = {a: {s: metrics[f"{_TOTAL}{s}{_AGE}{a}"] for s in ADDED} for a in tokens}
     total = {stat: metrics[f"{_TOTAL}{stat}"] for stat in ADDED}
-    youngest = of_age[min(of_age)] if of_age else total
+    youngest = gaps_by_age[min(gaps_by_age)] if gaps_by_age else total
     parts = _measured(rechecked, canaries)
     outside = {"routing": parts.pop("routing")} if replayed and "routing" in parts else {}
     parts = _without_shared(parts, youngest["k3"])
@@ -98,20 +98,20 @@ def gap_budget(
     if "cache" in parts:  # of the step's tokens only those behind a cached prefix have it
         parts["cache"] |= {stat: cached * parts["cache"][stat] for stat in ADDED}
     base = {stat: sum(gap[stat] for gap in parts.values()) for stat in ADDED}
-    fresh = of_age[0] if canaries is None and 0 in of_age else base
+    fresh = gaps_by_age[0] if canaries is None and 0 in gaps_by_age else base
     older = {age: count / sum(tokens.values()) for age, count in tokens.items() if age > 0}
     parts["staleness"] = {
-        stat: sum(share * (of_age[age][stat] - fresh[stat]) for age, share in older.items())
+        stat: sum(share * (gaps_by_age[age][stat] - fresh[stat]) for age, share in older.items())
         for stat in ADDED
     }
     parts["rest"] = {s: total[s] - base[s] - parts["staleness"][s] for s in ADDED}
     behind = "train/log_prob_gap_{}_rows_cached"
     if not flushed and behind.format("k3") in metrics:
         more = {stat: cached * (metrics[behind.format(stat)] - base[stat]) for stat in ADDED}
-        own, rest = parts.setdefault("cache", dict.fromkeys(ADDED, 0.0)), parts["rest"]
+        cache, rest = parts.setdefault("cache", dict.fromkeys(ADDED, 0.0)), parts["rest"]
         part = min(max(rest["k3"] / more["k3"], 0.0), 1.0) if more["k3"] > 0 else 0.0
         for stat in ADDED:
-            own[stat] += part * more[stat]
+            cache[stat] += part * more[stat]
             rest[stat] -= part * more[stat]
     return {
         f"gap/{name}_{stat}": gap[stat] for name, gap in (parts | outside).items() for stat in gap
@@ -121,21 +121,21 @@ def gap_budget(
 def _without_shared(parts: dict[str, Gap], most: float) -> dict[str, Gap]:
     """Take off the rounding of a server's prefill, which server and kernels both have, and the gap has not.
 
-    The cache's two readings are both of a prefill: half of their k3, as far as the others' can hold it, is that of one.
+    The cache's two scores are both of a prefill: half of their k3, but not more than the others hold, is that of one.
     The rest of it shows where server and kernels add up to more than the k3 of the gap at equal weights, ``most``.
     """
     parts = {name: dict(gap) for name, gap in parts.items()}
-    both = [parts[name] for name in ("server", "kernels") if name in parts]
+    prefills = [parts[name] for name in ("server", "kernels") if name in parts]
     cache = parts.get("cache")
-    if len(both) == 2:
-        room = min(gap["k3"] for gap in both)
+    if len(prefills) == 2:
+        room = min(gap["k3"] for gap in prefills)
         shared = 0.0
         if cache is not None:
             shared = min(cache["k3"] / 2, room)
             cache["k3"] -= 2 * shared
-        over = sum(gap["k3"] for gap in both) - 2 * shared - most
+        over = sum(gap["k3"] for gap in prefills) - 2 * shared - most
         shared = min(max(shared, shared + over / 2), room)
-        for gap in both:
+        for gap in prefills:
             gap["k3"] -= shared
     return parts
 
@@ -144,16 +144,16 @@ def _measured(
     rechecked: tuple[np.ndarray, np.ndarray] | None,
     canaries: CanaryLogProbs | None,
 ) -> dict[str, Gap]:
-    """The parts that were read apart from the step's tokens."""
+    """Return the parts that are measured on other tokens than the step's."""
     parts: dict[str, Gap] = {}
     if rechecked is not None and len(rechecked[0]):
-        parts["server"] = gap_of(*rechecked)
+        parts["server"] = gap_stats(*rechecked)
     if canaries is None:
         return parts
-    kernels = parts["kernels"] = gap_of(canaries.server, canaries.actor)
+    kernels = parts["kernels"] = gap_stats(canaries.server, canaries.actor)
     if canaries.live is not None:
-        live = gap_of(canaries.server, canaries.live)
+        live = gap_stats(canaries.server, canaries.live)
         parts["routing"] = {stat: live[stat] - kernels[stat] for stat in _READ}
     if canaries.early is not None and canaries.warm is not None:
-        parts["cache"] = gap_of(canaries.warm, canaries.early)
+        parts["cache"] = gap_stats(canaries.warm, canaries.early)
     return parts

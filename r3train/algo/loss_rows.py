@@ -84,7 +84,7 @@ class LossRows:
         both = self.sample_sum(torch.stack([values, ones]))
         return both[0] / both[1].clamp(min=1)
 
-    def of_rows(self, per_sample: Tensor) -> Tensor:
+    def spread_over_rows(self, per_sample: Tensor) -> Tensor:
         """Give every row its sample's value: [B] -> [n]."""
         return per_sample[self.samples]
 

@@ -61,13 +61,15 @@ def microbatch_loss(
     rows, mask = rows.masked(), rows.mask
     rows, teacher_sums = distilled(rows, algorithm)
     if algorithm.ratio_anchor == "rollout":
-        own = policy_loss(replace(rows, old_log_probs=rows.rollout_log_probs), algorithm)
+        row_loss = policy_loss(replace(rows, old_log_probs=rows.rollout_log_probs), algorithm)
     else:
-        own = policy_loss(rows, algorithm)
-    sums, maxima = {"num_tokens": mask.sum(), **own.sums, **teacher_sums}, dict(own.maxima)
-    weight = rows.of_rows(rows.loss_weights)  # of a row in the step's loss
+        row_loss = policy_loss(rows, algorithm)
+    sums, maxima = {"num_tokens": mask.sum(), **row_loss.sums, **teacher_sums}, dict(
+        row_loss.maxima
+    )
+    weight = rows.spread_over_rows(rows.loss_weights)  # of a row in the step's loss
 
-    pg_loss = zero_outside(own.loss, mask)
+    pg_loss = zero_outside(row_loss.loss, mask)
     correction, beyond, correction_sums = rollout_weights(rows, algorithm)
     keep, kept_sums = kept_rows(rows, algorithm)
     sums |= correction_sums | kept_sums

@@ -27,8 +27,8 @@ def shaped_rewards(
     - ``length_penalty_coef * len / M``.
     """
     lengths = np.zeros_like(rewards)
-    for group, own in zip(groups, lengths):
-        np.add.at(own, episode_places(group), [int(s.loss_mask.sum()) for s in group])
+    for group, group_lengths in zip(groups, lengths):
+        np.add.at(group_lengths, episode_places(group), [int(s.loss_mask.sum()) for s in group])
     shaped = rewards - algorithm.length_penalty_coef * lengths / max_response_len
     buffer = algorithm.overlong_buffer_len
     if buffer is not None:

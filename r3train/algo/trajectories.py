@@ -70,10 +70,10 @@ def episode_rewards(group: Sequence[Scored]) -> np.ndarray:
 
     Raises ValueError where two steps of an episode carry different rewards.
     """
-    reward_of: dict[int, float] = {}
+    reward_by_episode: dict[int, float] = {}
     for sample, reward in group:
         episode = episode_id(sample)
-        if episode in reward_of and reward_of[episode] != reward:
+        if episode in reward_by_episode and reward_by_episode[episode] != reward:
             raise ValueError(f"the steps of trajectory {episode} carry different rewards")
-        reward_of[episode] = reward
-    return np.array(list(reward_of.values()), dtype=np.float64)
+        reward_by_episode[episode] = reward
+    return np.array(list(reward_by_episode.values()), dtype=np.float64)

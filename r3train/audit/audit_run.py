@@ -33,7 +33,7 @@ from r3train.audit.evidence_schema import (
     Trained,
 )
 from r3train.audit.findings import Audit, AuditedStep, CUSTODY, Finding, ranges, RECHECK, SERVED
-from r3train.chat.custody import problems
+from r3train.chat.token_ledger import ledger_problems
 from r3train.config.files import read_toml
 from r3train.data.rotated_files import parts_of
 from r3train.observe.metrics import METRICS_FILE
@@ -516,7 +516,7 @@ def _findings(step: _Step) -> Iterator[Finding]:
         for text in served.failures:
             yield step.finding(SERVED, text)
     for session in step.sessions:
-        for text in problems(session):
+        for text in ledger_problems(session):
             yield step.finding(CUSTODY, text)
 
 

@@ -17,7 +17,15 @@ from r3train.config.cross_checks import requirements_of
 from r3train.config.run import RunConfig
 from r3train.config.section import Section
 from r3train.config.peers import PEERS
-from r3train.config.sources import FILE_FIELD, ConfigError, Place, flag_name, nearest, places
+from r3train.config.sources import (
+    ALIASES,
+    FILE_FIELD,
+    ConfigError,
+    Place,
+    flag_name,
+    nearest,
+    places,
+)
 
 # settings of ``--help``; the others are in its sections
 MOST_USED = tuple(
@@ -189,6 +197,7 @@ def find_setting(name: str) -> Place:
     word = name.removeprefix("--").replace("-", "_")
     section, _, key = word.rpartition(".")
     key = key if key in _places() else key.removeprefix("no_")
+    key = ALIASES.get(key, key)
     by_flag = {flag.replace("-", "_"): table for table, flag in OVERRIDES.items()}
     key = by_flag.get(f"__{key}", key)
     if key not in _places() and key.startswith("sglang_"):

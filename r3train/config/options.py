@@ -30,6 +30,7 @@ from r3train.config.peers import PEERS, removed
 from r3train.config.recipes import recipe_names
 from r3train.config.run import RunConfig
 from r3train.config.sources import (
+    ALIASES,
     ConfigError,
     FILE_FIELD,
     closest,
@@ -41,15 +42,13 @@ from r3train.config.sources import (
 )
 
 SERVER_PREFIX = "--sglang-"
-# flags with this prefix, as peers have them, that are no flags of the server
+# our own flags that start with --sglang- (names from slime)
 OUR_SERVER_FLAGS = ("--sglang-server-concurrency",)
 # within it a rank that fails for the same reason is ended by torchrun
 _RANK_0_SPEAKS_S = 10.0
 PROMPT_FILES = "--prompt-data"
 _ALL = "--help-all"
 _HELP = ("--help", "-h", _ALL)
-# further names of switches, as peers have them
-ALIASES = {"tensorboard": ("--use-tensorboard",)}
 
 
 class SettingType(click.ParamType):
@@ -260,12 +259,15 @@ def _option(place: Place) -> click.Option | None:
     if place.name in OVERRIDES:
         return ListOption([OVERRIDES[place.name]], multiple=True, metavar="NAME=VALUE")
     _, kind = without_none(place.info.annotation)
+    flags = [
+        place.flag,
+        *(flag_name(alias) for alias, name in ALIASES.items() if name == place.name),
+    ]
     if kind is bool:
-        names = [place.flag, *ALIASES.get(place.name, ())]
-        return click.Option([f"{flag}/--no-{flag[2:]}" for flag in names], default=None)
+        return click.Option([f"{flag}/--no-{flag[2:]}" for flag in flags], default=None)
     if get_origin(kind) is tuple:
-        return ListOption([place.flag], multiple=True, type=SettingType(get_args(kind)[0]))
-    return click.Option([place.flag], type=SettingType(place.info.annotation), default=None)
+        return ListOption(flags, multiple=True, type=SettingType(get_args(kind)[0]))
+    return click.Option(flags, type=SettingType(place.info.annotation), default=None)
 
 
 def _answer_help(command: TrainCommand, ctx: click.Context, args: Sequence[str]) -> None:

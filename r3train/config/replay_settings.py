@@ -92,9 +92,9 @@ class ReplaySection(Section):
     r3_mismatch_threshold: float = Field(default=1e-2, ge=0, le=1)
     """The check fails if a larger share of rows has no expert in common with the trainer's own choice.
     Rows of the actor's own weight version count; a larger share of staler rows is a warning."""
-    r3_audit_share: float = Field(default=0.01, ge=0, le=1)
+    r3_recheck_share: float = Field(default=0.01, ge=0, le=1)
     """With the check on: share of a rollout's samples, at least one, that their servers compute again,
-    to compare rows and log-probs with those delivered; 0 is off."""
+    to compare rows and log-probs with those delivered; 0 is off.  Its former name is r3_audit_share."""
     r3_canaries: int = Field(default=1024, ge=0)
     """With the check on: tokens of fixed texts, two at least, that every server and the actor score after
     every weight update, before a rollout is sent; the run ends where they disagree (docs/r3.md).  0 is off."""
@@ -130,7 +130,7 @@ class ReplaySection(Section):
         requires(
             "enable_r3_correctness_check or ci_test: nothing would notice the bug", when=_ROUTE
         ),
-        requires("audit_share > 0: nothing else would notice the bug", when="answer_*"),
+        requires("recheck_share > 0: nothing else would notice the bug", when="answer_*"),
         excludes("route_stores: answers are rechecked on rank 0", when="answer_*"),
     ] = None
     """Plant a deliberate bug, to see its check fail: in the replay, in the servers' answers (answer_...), or

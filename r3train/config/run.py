@@ -127,8 +127,8 @@ class RunConfig(Section):
         return self.r3_check_enabled and self.replay.r3_evidence == "summed"
 
     @property
-    def audit_share(self) -> float:
-        """r3_audit_share; 0 with the check off, and where nothing can be rechecked exactly.
+    def recheck_share(self) -> float:
+        """r3_recheck_share; 0 with the check off, and where nothing can be rechecked exactly.
 
         That is without servers, where prefixes of older weights stay in their caches, and where
         what servers generate is not trained.
@@ -137,7 +137,7 @@ class RunConfig(Section):
         exact = self.has_engines and self.rollout.flush_cache_on_update
         if checkpoint.debug_rollout_only or checkpoint.ci_inject_rollout_data_path is not None:
             exact = False  # what the servers generated is not trained
-        return self.replay.r3_audit_share if self.r3_check_enabled and exact else 0.0
+        return self.replay.r3_recheck_share if self.r3_check_enabled and exact else 0.0
 
     @property
     def server_dtype(self) -> str:

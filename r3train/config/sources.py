@@ -38,6 +38,8 @@ TABLE_FIELDS = ("transformer_overrides", "optimizer_overrides", "sglang")
 MOST_SHOWN = 1000
 # a field that only a TOML file can set
 FILE_FIELD = "datasets"
+# further names of settings, as flags and as keys of a file -> their names
+ALIASES = {"r3_audit_share": "r3_recheck_share", "use_tensorboard": "tensorboard"}
 
 
 class ConfigError(ValueError):
@@ -175,6 +177,14 @@ def read_tables(
     except ValueError as error:
         raise ConfigError(f"{path}: {error}") from None
     problems = []
+    for table in filter(lambda value: isinstance(value, dict), content.values()):
+        for alias in sorted(table.keys() & ALIASES.keys()):
+            name = ALIASES[alias]
+            if name in table:
+                problems.append(
+                    f"{path}: {alias} is {name}, which is given too: give one of the two"
+                )
+            table.setdefault(name, table.pop(alias))
     sections = list(config.model_fields)
     for section, table in content.items():
         if section in known and not (section in sections and isinstance(table, dict)):

@@ -19,7 +19,7 @@ from r3train.data.sampled import no_log_prob, outside_vocabulary
 from r3train.engine.backend import Drafts, EngineError, Request, Segment
 from r3train.routing import indexer_topk
 from r3train.routing.wire import decode_routed_experts
-from r3train.types import Reading, Rechecked, RecheckPart, RouteShape
+from r3train.types import Rechecked, RecheckPart, RouteShape, Scores
 
 T = TypeVar("T")
 
@@ -190,7 +190,7 @@ def read_recheck(
 
 def read_given(
     answer: Any, token_ids: np.ndarray, start: int, rid: str, *, routes: RouteShape
-) -> Reading:
+) -> Scores:
     """Validate and convert the answer to a text that was given, with log-probs after token ``start``.
 
     Raises ValueError for one that is aborted or contradicts itself or the request.
@@ -212,7 +212,7 @@ def read_given(
         raise ValueError(
             f"sample {name}: a damaged answer: {type(error).__name__}: {error}"
         ) from error
-    return Reading(scored, rows, cached)
+    return Scores(scored, rows, cached)
 
 
 def input_log_probs(meta: Mapping[str, Any], token_ids: np.ndarray, name: str) -> np.ndarray:

@@ -17,7 +17,7 @@ from r3train.engine.answer import input_log_probs, meta_of, read_given
 from r3train.engine.backend import EngineError
 from r3train.engine.sglang_http import SGLangHTTP
 from r3train.engine.refusals import refused, settings_of_a_server
-from r3train.types import CanaryReadings, Reading, RouteShape
+from r3train.types import CanaryScores, RouteShape, Scores
 
 logger = logging.getLogger(__name__)
 
@@ -499,7 +499,7 @@ class EngineControl:
         routes: RouteShape,
         halves: bool,
         adapter: str | None = None,
-    ) -> CanaryReadings:
+    ) -> CanaryScores:
         """Let a server score a text from its first token on, after twice from its middle on with ``halves``.
 
         key: the cache key of this text alone, by which nothing else can fill or use the cache.
@@ -507,7 +507,7 @@ class EngineControl:
         half = len(token_ids) // 2
         arguments = (token_ids, key, server, routes, adapter)
         early, warm = (self._score(half, *arguments) if halves else None for _ in range(2))
-        return CanaryReadings(early, warm, self._score(0, *arguments))
+        return CanaryScores(early, warm, self._score(0, *arguments))
 
     def _score(
         self,
@@ -517,7 +517,7 @@ class EngineControl:
         server: int,
         routes: RouteShape,
         adapter: str | None,
-    ) -> Reading:
+    ) -> Scores:
         body = {
             "rid": _probe_id(),
             "input_ids": token_ids.tolist(),

@@ -33,7 +33,7 @@ class Access(Protocol):
     def key(self) -> str: ...
 
 
-class Door(Protocol):
+class ChatEndpoint(Protocol):
     """The chat endpoint of all sessions; ``close`` ends a session, its calls in flight too."""
 
     async def open(
@@ -51,14 +51,14 @@ class Door(Protocol):
 class Agents:
     """All that the sessions of a run share.
 
-    door: their chat endpoint.  run: lets the agent work on a prompt, and returns its reward, None if it gives none;
+    run: lets the agent work on a prompt, and returns its reward, None if it gives none;
     raises AgentFailed.  name: of the agent in errors.  record: told of each session that has ended.  close: ends
     what reads the answers, after the last of them.
     """
 
     settings: AgentSection
     sessions: SessionSettings
-    door: Door
+    endpoint: ChatEndpoint
     run: Callable[[Any, Prompt], Awaitable[Any]]
     name: str
     record: Callable[[Mapping[str, Any]], None] = lambda facts: None
@@ -68,7 +68,7 @@ class Agents:
 
     def stats(self) -> dict[str, Any]:
         """Sums over all sessions that have ended, and the longest of them."""
-        joined = self.door.stats().get("retries_joined", 0)
+        joined = self.endpoint.stats().get("retries_joined", 0)
         return {
             "agent": {
                 **self.totals,
@@ -108,7 +108,7 @@ class AgentEpisode:
         session = Session(shared, generate, prompt, sample_id, fail=fail)
         posted: list[Any] = []
         take = posted.append if agents.settings.agent_reward_post else None
-        access = await agents.door.open(session.answer, take)
+        access = await agents.endpoint.open(session.answer, take)
         working = asyncio.ensure_future(agents.run(access, prompt))
         failure: str | None = None
         given: Any = None
@@ -125,7 +125,7 @@ class AgentEpisode:
         finally:
             working.cancel()
             await asyncio.gather(working, return_exceptions=True)
-            await agents.door.close(access.key)
+            await agents.endpoint.close(access.key)
             if broken.done():
                 broken.exception()  # seen
         # rows are joined and texts compared: a second, with many long samples

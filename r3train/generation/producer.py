@@ -63,7 +63,7 @@ class Producer:
 
     ``make_backend`` is called once, in the loop.  ``prompt_for(g)`` gives the prompt of group g.
     ``check_alive`` raises when an engine process has ended.  ``on_outcome`` is called with the
-    outcome of each prompt.  ``state`` is an earlier run's ``snapshot``.  ``audit_share`` is the share of
+    outcome of each prompt.  ``state`` is an earlier run's ``snapshot``.  ``recheck_share`` is the share of
     the samples that the servers recheck (see ``rechecked``).  ``eval_slots`` bounds the calls of an
     evaluation while rollouts are left to generate.  Rollouts run from ``start_rollout`` (also the first
     weight version) up to, not including, ``num_rollout``.
@@ -83,7 +83,7 @@ class Producer:
     check_alive: Callable[[], None] = lambda: None
     on_outcome: Callable[[Outcome], None] = lambda outcome: None
     state: InitVar[ProducerState | None] = None
-    audit_share: float = 0.0
+    recheck_share: float = 0.0
     eval_slots: int = 1
 
     def __post_init__(self, state: ProducerState | None) -> None:
@@ -93,7 +93,7 @@ class Producer:
         slots = Slots(rollout, self._shared)
         self._rechecking = Rechecking(
             rollout,
-            self.audit_share,
+            self.recheck_share,
             self._shared.counts,
             versions_stay=asking.versions_stay,
             samples_per_episode=self.episodes.samples,
@@ -170,7 +170,7 @@ class Producer:
         self._call(self._put_back())
 
     def rechecked(self) -> RecheckedRollout | None:
-        """All that was rechecked of the last batch; None without ``audit_share``.
+        """All that was rechecked of the last batch; None without ``recheck_share``.
 
         Waits a limited time for what is under way.
         """
@@ -251,7 +251,7 @@ class Producer:
         backend, shared = None, self._shared
         try:
             backend = self.make_backend()
-            if self.audit_share:
+            if self.recheck_share:
                 first = self._buffer.next_group
                 batch = range(first, first + self.rollout.rollout_batch_size)
                 prompts = [self.prompt_for(group) for group in batch]
@@ -315,7 +315,7 @@ class Producer:
         self._scheduler.log_outcomes()
 
     async def _rechecked(self) -> RecheckedRollout | None:
-        return await self._rechecking.of_groups(self._last_taken) if self.audit_share else None
+        return await self._rechecking.of_groups(self._last_taken) if self.recheck_share else None
 
     async def _stats(self) -> dict[str, Any]:
         return {

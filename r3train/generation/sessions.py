@@ -25,9 +25,9 @@ from typing import Any, Literal
 import numpy as np
 import orjson
 
-from r3train.chat import custody
 from r3train.chat.base import ChatAnswer, ChatRefused, ChatRequest, Message, Parsed, Read
 from r3train.chat.messages import message_key
+from r3train.chat.token_ledger import ledger_entry, ledger_problems, LedgerEntry, session_ledger
 from r3train.data.templates import SessionTemplate
 from r3train.engine.backend import SamplingParams
 from r3train.generation import stitch
@@ -97,7 +97,7 @@ class Call:
     end: int
     follows: int
     ended: bool
-    entry: custody.Entry
+    entry: LedgerEntry
     finish_reason: str
     delivered: bool | None = None
 
@@ -339,7 +339,7 @@ class Session:
             end=sample.num_tokens,
             follows=place.follows,
             ended=sample.finish_reason == "stop",
-            entry=custody.entry(sample, start),
+            entry=ledger_entry(sample, start),
             finish_reason=sample.finish_reason,
         )
         chain.sample = sample
@@ -374,8 +374,8 @@ class Session:
             replace(sample, trajectory_id=self.sample_id, is_last_step=False) for sample in samples
         ]
         if samples:
-            samples[-1] = replace(samples[-1], is_last_step=True, custody=tuple(ledger))
-        wrong = list(custody.problems(custody.custody_of(self.sample_id, samples, ledger)))
+            samples[-1] = replace(samples[-1], is_last_step=True, token_ledger=tuple(ledger))
+        wrong = list(ledger_problems(session_ledger(self.sample_id, samples, ledger)))
         wrong += filter(None, map(_misplaced, self.calls))
         assert not wrong, f"custody of session {self.sample_id}: {'; '.join(wrong)}"
         return samples

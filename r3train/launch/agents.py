@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from r3train.agents.command import run_command
-from r3train.agents.http import Access, Door
+from r3train.agents.http import Access, ChatEndpoint
 from r3train.chat.base import AgentFailed, AgentTask, ChatRefused, ChatRequest, Parsed, Read
 from r3train.config import RunConfig
 from r3train.config.agent_settings import AgentSection
@@ -165,7 +165,7 @@ def make_agents(job: Job, run_dir: Path) -> Agents:
     return Agents(
         settings=settings,
         sessions=session_settings(job.config, job.hf, job.tokenizer, parser),
-        door=make_door(settings),
+        endpoint=make_chat_endpoint(settings),
         run=_runner(settings, run_dir),
         name=settings.named,
         record=record,
@@ -173,9 +173,9 @@ def make_agents(job: Job, run_dir: Path) -> Agents:
     )
 
 
-def make_door(settings: AgentSection) -> Door:
+def make_chat_endpoint(settings: AgentSection) -> ChatEndpoint:
     """Make the chat endpoint of all sessions; it belongs to the event loop that opens it."""
-    return Door(
+    return ChatEndpoint(
         host=settings.agent_host,
         port=settings.agent_port,
         max_parallel=settings.agent_max_parallel,

@@ -23,7 +23,7 @@ from r3train.data.templates import ChatTemplate
 from r3train.environments.named_environments import get_environment, get_tools
 from r3train.observe.console import Phase, RunDisplay
 from r3train.routing.indexer_topk import num_words
-from r3train.launch.agents import make_agents, make_door
+from r3train.launch.agents import make_agents, make_chat_endpoint
 from r3train.launch.local_servers import start_servers
 from r3train.launch.job import Job
 from r3train.launch.other_models import served_teacher
@@ -54,7 +54,7 @@ from r3train.engine.publish_disk import DiskPublisher, require_equal_on_servers
 from r3train.engine.publish_memory import SharedMemoryPublisher
 from r3train.hf_checkpoint import NamedTensors
 from r3train.ids import CANARIES, NO_GROUP
-from r3train.types import CanaryReadings, Prompt
+from r3train.types import CanaryScores, Prompt
 
 T = TypeVar("T", bound=DiskPublisher | SharedMemoryPublisher)
 
@@ -339,14 +339,14 @@ class Engines(RolloutFleet):
         *,
         halves: int,
         at_once: bool,
-    ) -> dict[int, list[CanaryReadings]]:
+    ) -> dict[int, list[CanaryScores]]:
         """Let every server in use score texts, one after the other or all ``at_once``; {server: of each text}.
 
         keys: the cache key of each text; halves: so many of the first texts are also read from the middle.  A server that does not hold ``version`` is not in use.
         """
         servers = self._versions.holders(version)
 
-        def read(place: tuple[int, int]) -> CanaryReadings:
+        def read(place: tuple[int, int]) -> CanaryScores:
             server, i = place
             return self._control.read_canary(
                 texts[i],
@@ -357,7 +357,7 @@ class Engines(RolloutFleet):
                 adapter=self._newest_adapter,
             )
 
-        def of_server(server: int) -> list[CanaryReadings]:
+        def of_server(server: int) -> list[CanaryScores]:
             places = [(server, i) for i in range(len(texts))]
             if not at_once:
                 return list(map(read, places))
@@ -476,7 +476,7 @@ class Engines(RolloutFleet):
             check_alive=self.check_alive,
             on_outcome=self._group_ended,
             state=self._kept_buffer(),
-            audit_share=job.config.audit_share,
+            recheck_share=job.config.recheck_share,
             eval_slots=job.config.eval_slots,
             scorer=GroupScorer(
                 score=job.reward,
@@ -493,7 +493,7 @@ class Engines(RolloutFleet):
             shared = {
                 "most": job.config.max_sessions,
                 "stats": self._agents.stats,
-                "close": self._agents.door.stop,
+                "close": self._agents.endpoint.stop,
             }
         return Episodes(
             make=self._make_episode(job.config.rollout),
@@ -543,8 +543,8 @@ class Engines(RolloutFleet):
     async def end_sessions(self) -> None:
         """Close the agents' endpoint; another event loop may open it again."""
         if self._agents is not None:
-            await self._agents.door.stop()
-            self._agents.door = make_door(self.job.config.agent)
+            await self._agents.endpoint.stop()
+            self._agents.endpoint = make_chat_endpoint(self.job.config.agent)
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return self.job.tokenizer.decode(token_ids, skip_special_tokens=True)

@@ -70,11 +70,11 @@ def build_microbatch(
     chosen = chosen_rows = None
     if index_topk is not None:
         assert route_shape is not None, "an indexer is replayed with routes"
-        parts = [_of_indexer(s.sample, index_topk, route_shape.num_layers) for s in samples]
-        chosen, chosen_rows = _rows_of_indexers(parts, lengths, index_topk)
+        parts = [_indexer_bits(s.sample, index_topk, route_shape.num_layers) for s in samples]
+        chosen, chosen_rows = _flat_indexer_rows(parts, lengths, index_topk)
     teacher_log_probs = None
     if teacher:
-        teacher_log_probs = shifted([_of_teacher(s.sample) for s in samples], np.float32)
+        teacher_log_probs = shifted([_teacher_log_probs(s.sample) for s in samples], np.float32)
     return MicroBatch(
         microbatch_id=microbatch_id,
         layout=pack_layout(lengths, cp_size=cp_size, tp_size=tp_size),
@@ -103,12 +103,10 @@ def build_microbatch(
     )
 
 
-def _of_indexer(sample: RolloutSample, topk: int, num_layers: int) -> np.ndarray:
-    """The bits of a sample's indexer; raises ValueError naming it if they are absent or misshapen."""
-    name, found = (
-        f"sample {sample.sample_id} (prompt {sample.prompt.prompt_id})",
-        sample.indexer_topk,
-    )
+def _indexer_bits(sample: RolloutSample, topk: int, num_layers: int) -> np.ndarray:
+    """Return the tokens that a sample's indexer chose, as bits; raises ValueError naming the sample if they are absent or misshapen."""
+    name = f"sample {sample.sample_id} (prompt {sample.prompt.prompt_id})"
+    found = sample.indexer_topk
     expected = indexer_topk.num_rows(sample.num_tokens, topk), num_layers
     if (found is None and not expected[0]) or (found is not None and not len(found)):
         return np.zeros((*expected, 0), dtype=np.uint64)  # not one row was computed
@@ -123,7 +121,7 @@ def _of_indexer(sample: RolloutSample, topk: int, num_layers: int) -> np.ndarray
     return found
 
 
-def _rows_of_indexers(
+def _flat_indexer_rows(
     parts: Sequence[np.ndarray], lengths: np.ndarray, topk: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Lay bits [r, L, W] of samples end to end, and find the row there of each token, -1 for none.
@@ -134,14 +132,16 @@ def _rows_of_indexers(
         return np.zeros((0, 0, 0), dtype=np.uint64), np.zeros(0, dtype=np.int64)
     width = max(part.shape[2] for part in parts)
     rows = np.full(int(lengths.sum()), -1, dtype=np.int64)
-    at = before = 0
+    first_token = first_row = 0
     for part, length in zip(parts, lengths.tolist()):
-        rows[at + topk : at + topk + len(part)] = np.arange(before, before + len(part))
-        at, before = at + length, before + len(part)
+        rows[first_token + topk : first_token + topk + len(part)] = np.arange(
+            first_row, first_row + len(part)
+        )
+        first_token, first_row = first_token + length, first_row + len(part)
     return np.concatenate([indexer_topk.widened(part, width) for part in parts]), rows
 
 
-def _of_teacher(sample: RolloutSample) -> np.ndarray:
+def _teacher_log_probs(sample: RolloutSample) -> np.ndarray:
     """The teacher's log-probs of a sample; raises ValueError naming it if they are absent or misshapen."""
     found = sample.teacher_log_probs
     if found is None or found.shape != sample.token_ids.shape:
@@ -169,7 +169,7 @@ def shifted(streams: Sequence[np.ndarray], dtype: type) -> np.ndarray:
 
 def token_rows(layout: TokenLayout, stream: np.ndarray, topology: RankTopology) -> np.ndarray:
     """Cut one rank's rows of a stream [F], as ``slice_microbatch`` does: [n], 0 in padding rows."""
-    return take_rows(stream, _rows_of(layout, topology)[0], 0)
+    return take_rows(stream, _rank_rows(layout, topology)[0], 0)
 
 
 def _check_sampling_mask(sample: RolloutSample, needed: bool) -> None:
@@ -206,8 +206,8 @@ def row_versions(sample: RolloutSample, *, fresh_prefixes: bool = True) -> np.nd
     if not fresh_prefixes:
         return versions
     last = len(versions) - 1
-    known = np.where(versions >= 0, np.arange(len(versions)), last)
-    return versions[np.minimum.accumulate(known[::-1])[::-1]]
+    version_rows = np.where(versions >= 0, np.arange(len(versions)), last)
+    return versions[np.minimum.accumulate(version_rows[::-1])[::-1]]
 
 
 def rows_never_computed(sample: RolloutSample) -> int:
@@ -250,13 +250,13 @@ def slice_microbatch(microbatch: MicroBatch, topology: RankTopology) -> RankSlic
     and by the layers that the rank's chunks hold, so that nothing else is sent to it.
     """
     layout = microbatch.layout
-    rows, route_rows = _rows_of(layout, topology)
+    rows, route_rows = _rank_rows(layout, topology)
     runs, route_runs = runs_of(rows), runs_of(route_rows)
 
-    def of_tokens(stream: np.ndarray, fill: int | bool = 0) -> np.ndarray:
+    def take_tokens(stream: np.ndarray, fill: int | bool = 0) -> np.ndarray:
         return take_rows(stream, rows, fill, runs)
 
-    def of_routes(stream: np.ndarray, fill: int) -> np.ndarray:
+    def take_route_stream(stream: np.ndarray, fill: int) -> np.ndarray:
         return take_rows(stream, route_rows, fill, route_runs)
 
     sequences = len(layout.cu_seqlens_padded) - 1
@@ -269,39 +269,39 @@ def slice_microbatch(microbatch: MicroBatch, topology: RankTopology) -> RankSlic
     mask_counts = mask_ids = mask_versions = None
     if microbatch.mask_counts is not None and topology.is_last_stage:
         mask_counts, mask_ids = take_ragged(microbatch.mask_counts, microbatch.mask_ids, rows)
-        mask_versions = of_tokens(microbatch.row_versions, -1)
+        mask_versions = take_tokens(microbatch.row_versions, -1)
     teacher_log_probs = row_classes = None
     if microbatch.teacher_log_probs is not None:
-        teacher_log_probs = of_tokens(microbatch.teacher_log_probs)
+        teacher_log_probs = take_tokens(microbatch.teacher_log_probs)
     if microbatch.row_classes is not None:
-        row_classes = of_tokens(microbatch.row_classes, RowClass.FILLED)
+        row_classes = take_tokens(microbatch.row_classes, RowClass.FILLED)
     chosen = indexer_layers = token_versions = None
     if microbatch.indexer_topk is not None and microbatch.indexer_rows is not None:
         indexer_layers = _sorted_numbers(topology.indexer_layer_numbers)
         places = take_rows(microbatch.indexer_rows, rows, -1, runs)
-        chosen = _taken_of_indexers(microbatch.indexer_topk, places, indexer_layers)
-        token_versions = of_tokens(microbatch.row_versions, -1)
+        chosen = _take_indexer_bits(microbatch.indexer_topk, places, indexer_layers)
+        token_versions = take_tokens(microbatch.row_versions, -1)
     return RankSlice(
         microbatch_id=microbatch.microbatch_id,
         cu_seqlens_padded=layout.cu_seqlens_padded,
         max_seqlen=int(np.diff(layout.cu_seqlens_padded).max()),
         loss_weights=np.pad(microbatch.loss_weights, (0, sequences - len(microbatch.loss_weights))),
-        tokens=of_tokens(microbatch.tokens),
-        labels=of_tokens(microbatch.labels),
-        positions=of_tokens(microbatch.positions),
-        loss_mask=of_tokens(microbatch.loss_mask, False),
-        rollout_log_probs=of_tokens(microbatch.rollout_log_probs),
-        advantages=of_tokens(microbatch.advantages),
-        token_uids=of_tokens(microbatch.row_uids, PADDING_UID),
+        tokens=take_tokens(microbatch.tokens),
+        labels=take_tokens(microbatch.labels),
+        positions=take_tokens(microbatch.positions),
+        loss_mask=take_tokens(microbatch.loss_mask, False),
+        rollout_log_probs=take_tokens(microbatch.rollout_log_probs),
+        advantages=take_tokens(microbatch.advantages),
+        token_uids=take_tokens(microbatch.row_uids, PADDING_UID),
         layer_numbers=_layer_numbers(topology),
         routes=routes,
-        route_uids=of_routes(microbatch.row_uids, PADDING_UID),
-        route_versions=of_routes(microbatch.row_versions, -1),
+        route_uids=take_route_stream(microbatch.row_uids, PADDING_UID),
+        route_versions=take_route_stream(microbatch.row_versions, -1),
         mask_counts=mask_counts,
         mask_ids=mask_ids,
         mask_versions=mask_versions,
         teacher_log_probs=teacher_log_probs,
-        ages=of_tokens(microbatch.ages),
+        ages=take_tokens(microbatch.ages),
         row_classes=row_classes,
         indexer_topk=chosen,
         indexer_layers=indexer_layers,
@@ -309,7 +309,7 @@ def slice_microbatch(microbatch: MicroBatch, topology: RankTopology) -> RankSlic
     )
 
 
-def _taken_of_indexers(bits: np.ndarray, rows: np.ndarray, layer_numbers: np.ndarray) -> np.ndarray:
+def _take_indexer_bits(bits: np.ndarray, rows: np.ndarray, layer_numbers: np.ndarray) -> np.ndarray:
     """Gather the bits of some layers (numbers from 1) into rows, no bit where ``rows`` is -1.
 
     bits: uint64[r, L, W]; rows: int64[n].  Returns [n, i, W], which lies in memory layer by layer.
@@ -321,7 +321,7 @@ def _taken_of_indexers(bits: np.ndarray, rows: np.ndarray, layer_numbers: np.nda
     return out.swapaxes(0, 1)
 
 
-def _rows_of(layout: TokenLayout, topology: RankTopology) -> tuple[np.ndarray, np.ndarray]:
+def _rank_rows(layout: TokenLayout, topology: RankTopology) -> tuple[np.ndarray, np.ndarray]:
     """Rows of one rank's token streams, int64[n], and of its routers, int64[m]."""
     rows = cp_rows(layout.rows, layout.cu_seqlens_padded, topology.cp_size, topology.cp_rank)
     if topology.sequence_parallel:
@@ -333,8 +333,8 @@ def _layer_numbers(topology: RankTopology) -> np.ndarray:
     return _sorted_numbers(topology.moe_layer_numbers)
 
 
-def _sorted_numbers(of_chunks: tuple[tuple[int, ...], ...]) -> np.ndarray:
-    return np.array(sorted(sum(of_chunks, ())), dtype=np.int32)
+def _sorted_numbers(numbers_by_chunk: tuple[tuple[int, ...], ...]) -> np.ndarray:
+    return np.array(sorted(sum(numbers_by_chunk, ())), dtype=np.int32)
 
 
 assert PADDING == PADDING_UID

@@ -65,9 +65,9 @@ def count_rows(
     if any(sample.row_classes is None for sample in samples):
         return None
     classes = np.concatenate([classes_of_tokens(s) for s in samples] or [np.zeros(0, np.uint8)])
-    of_rows = np.concatenate([*versions] or [np.zeros(0, np.int32)])
+    row_versions = np.concatenate([*versions] or [np.zeros(0, np.int32)])
     counts: RowCounts = {row_class.label: {} for row_class in RowClass}
-    pairs = np.stack([classes.astype(np.int64), of_rows.astype(np.int64)])
+    pairs = np.stack([classes.astype(np.int64), row_versions.astype(np.int64)])
     found, amounts = np.unique(pairs, axis=1, return_counts=True)
     for (row_class, version), amount in zip(found.T.tolist(), amounts.tolist()):
         counts[RowClass(row_class).label][version] = amount

@@ -73,11 +73,15 @@ def cp_rows(
             "to be split over context-parallel ranks"
         )
     chunks = lengths // (2 * cp_size)
-    own = np.stack(
+    chunk_starts = np.stack(
         [starts + cp_rank * chunks, starts + (2 * cp_size - 1 - cp_rank) * chunks], axis=1
     )
     return np.concatenate(
-        [rows[at : at + n] for pair, n in zip(own.tolist(), chunks.tolist()) for at in pair]
+        [
+            rows[start : start + n]
+            for pair, n in zip(chunk_starts.tolist(), chunks.tolist())
+            for start in pair
+        ]
     )
 
 
@@ -146,23 +150,25 @@ def take_routes(
     Returns [m, l, K], which lies in memory layer by layer, as the routers read it.
     """
     if layer_numbers.size and (np.diff(layer_numbers) == 1).all():
-        own = [part[:, layer_numbers[0] - 1 : layer_numbers[-1]] for part in parts]
+        layer_parts = [part[:, layer_numbers[0] - 1 : layer_numbers[-1]] for part in parts]
     else:
         # np.take copies per layer's K experts in one go, fancy indexing one by one: ten times slower
-        own = [np.take(part, layer_numbers - 1, axis=1) for part in parts]
+        layer_parts = [np.take(part, layer_numbers - 1, axis=1) for part in parts]
     runs = runs_of(rows) if runs is None else runs
     if not runs:
-        own, runs = [take_rows(np.concatenate(own), rows, fill)], [(0, rows.shape[0], 0)]
-    starts = np.cumsum([0, *map(len, own)])
-    num_layers, topk = own[0].shape[1:]
-    out = np.empty((num_layers, rows.shape[0], topk), own[0].dtype).swapaxes(0, 1)
+        layer_parts, runs = [take_rows(np.concatenate(layer_parts), rows, fill)], [
+            (0, rows.shape[0], 0)
+        ]
+    starts = np.cumsum([0, *map(len, layer_parts)])
+    num_layers, topk = layer_parts[0].shape[1:]
+    out = np.empty((num_layers, rows.shape[0], topk), layer_parts[0].dtype).swapaxes(0, 1)
     for begin, end, row in runs:
         if row == PADDING:
             out[begin:end] = fill
             continue
         part = int(np.searchsorted(starts, row, side="right")) - 1
         while begin < end:
-            source = own[part][row - starts[part] :][: end - begin]
+            source = layer_parts[part][row - starts[part] :][: end - begin]
             _turn(source, out[begin : begin + len(source)])
             begin, row, part = begin + len(source), row + len(source), part + 1
     return out
@@ -185,8 +191,10 @@ def take_ragged(
     counts: int[F]; values: [counts.sum()], token after token; rows: int64[n] as for ``take_rows``.
     Returns (counts[n], values of these rows, row after row); a padding row has none.
     """
-    taken = take_rows(counts, rows, 0)
+    row_counts = take_rows(counts, rows, 0)
     starts = take_rows(np.cumsum(counts, dtype=np.int64) - counts, rows, 0)
-    before = np.cumsum(taken, dtype=np.int64) - taken
-    places = np.arange(int(taken.sum()), dtype=np.int64) + np.repeat(starts - before, taken)
-    return taken, values[places]
+    before = np.cumsum(row_counts, dtype=np.int64) - row_counts
+    places = np.arange(int(row_counts.sum()), dtype=np.int64) + np.repeat(
+        starts - before, row_counts
+    )
+    return row_counts, values[places]

@@ -51,7 +51,7 @@ from r3train.proof.served_verdict import (
     ServerRead,
 )
 from r3train.proof.writer import EvidenceWriter
-from r3train.types import CanaryReadings, Prompt, RankTopology, Reading, RolloutSample, TrainSample
+from r3train.types import CanaryScores, Prompt, RankTopology, RolloutSample, Scores, TrainSample
 
 if TYPE_CHECKING:
     from r3train.trainer.megatron.actor import MegatronActor
@@ -108,10 +108,10 @@ class Canaries:
         # servers are paused during an update, and read canaries after it
         self.beside_generation = self.config.rollout.pause_generation_mode == "in_place"
         self.in_turns = self.config.rollout.colocate
-        self._said: dict[int, list[CanaryReadings]] = {}  # rank 0: not judged yet
+        self._said: dict[int, list[CanaryScores]] = {}  # rank 0: not judged yet
         self._seconds = 0.0  # of servers, for these
         # rank 0: texts, what servers said of them, and what they said again
-        self._begun: tuple[list[np.ndarray], *[dict[int, list[CanaryReadings]]] * 2] | None = None
+        self._begun: tuple[list[np.ndarray], *[dict[int, list[CanaryScores]]] * 2] | None = None
         path = self.resumed and self.resumed / CANARY_FILE
         if path is not None and path.exists():
             self._read(path)
@@ -158,8 +158,8 @@ class Canaries:
     def _measured(
         self,
         version: int,
-        reads: dict[int, list[CanaryReadings]],
-        again: dict[int, list[CanaryReadings]],
+        reads: dict[int, list[CanaryScores]],
+        again: dict[int, list[CanaryScores]],
         own: dict[int, list[np.ndarray]],
         repeated: dict[int, list[np.ndarray]],
         router: dict[int, tuple[int, int]],
@@ -264,7 +264,7 @@ class Canaries:
         *,
         batched: bool = False,
         once_more: bool = False,
-    ) -> dict[int, list[CanaryReadings]]:
+    ) -> dict[int, list[CanaryScores]]:
         """Rank 0: every server's readings.
 
         Each text has a key of its own, the same under all versions where an update must flush the cache.
@@ -281,7 +281,7 @@ class Canaries:
     def _judge(
         self,
         version: int,
-        reads: dict[int, list[CanaryReadings]],
+        reads: dict[int, list[CanaryScores]],
         own: dict[int, list[np.ndarray]],
         router: dict[int, tuple[int, int]],
     ) -> str:
@@ -348,7 +348,7 @@ class Canaries:
     def _actor_reads(
         self,
         texts: Sequence[np.ndarray],
-        reads: dict[int, list[CanaryReadings]],
+        reads: dict[int, list[CanaryScores]],
         version: int,
         *,
         live: bool = False,
@@ -465,15 +465,14 @@ class Canaries:
             numbers = range(sum(name.startswith("text.") for name in tensors))
             self._texts = [tensors[f"text.{i}"] for i in numbers]
 
-            def reading(name: str, i: int) -> Reading | None:
+            def reading(name: str, i: int) -> Scores | None:
                 if name != "whole" and i >= len(self._cached):
                     return None
                 log_probs, rows = tensors[f"{name}.{i}.log_probs"], tensors[f"{name}.{i}.rows"]
-                return Reading(log_probs, rows, self._cached[i] if name == "warm" else 0)
+                return Scores(log_probs, rows, self._cached[i] if name == "warm" else 0)
 
             of = [
-                CanaryReadings(*(reading(n, i) for n in ("early", "warm", "whole")))
-                for i in numbers
+                CanaryScores(*(reading(n, i) for n in ("early", "warm", "whole"))) for i in numbers
             ]
             own = [tensors[f"actor.{i}"] for i in numbers]
             self._first = {facts["server"]: ServerRead(facts["version"], facts["server"], of, own)}

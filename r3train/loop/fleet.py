@@ -16,7 +16,7 @@ from r3train.loop.run_evaluations import Evaluations
 from r3train.loop.rollout_source import RolloutSource
 from r3train.observe.console import RunDisplay
 from r3train.observe.metrics import MetricsWriter
-from r3train.types import CanaryReadings, Scored
+from r3train.types import CanaryScores, Scored
 
 
 class RolloutFleet:
@@ -65,7 +65,7 @@ class RolloutFleet:
         *,
         halves: int,
         at_once: bool,
-    ) -> dict[int, list[CanaryReadings]]:
+    ) -> dict[int, list[CanaryScores]]:
         """Let every server that holds ``version`` score texts, each with its cache key."""
         raise AssertionError("there is no server")
 

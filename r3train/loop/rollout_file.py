@@ -158,7 +158,11 @@ def _encode(samples: Sequence[Scored]) -> tuple[dict[str, np.ndarray], dict[str,
 
 def _on_disk(name: str) -> str:
     """Return a field's name in files, which keep the names that earlier versions wrote."""
-    return {"mask_counts": "kept_counts", "mask_ids": "kept_ids"}.get(name, name)
+    return {
+        "mask_counts": "kept_counts",
+        "mask_ids": "kept_ids",
+        "token_ledger": "custody",
+    }.get(name, name)
 
 
 def _put(

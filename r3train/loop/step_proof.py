@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from r3train.algo.gap_budget import CanaryLogProbs, gap_budget
-from r3train.chat.custody import custody_of_samples
+from r3train.chat.token_ledger import session_ledgers
 from r3train.config import RunConfig
 from r3train.config.hf_facts import HfModelFacts
 from r3train.loop.canaries import Canaries
@@ -105,7 +105,7 @@ class StepProof:
         """Rank 0: what the custody of the step's sessions is judged by."""
         if prepared is None:
             return []
-        found = custody_of_samples([s.sample for s in prepared.samples])
+        found = session_ledgers([s.sample for s in prepared.samples])
         return [CustodyRecord(c.session, c.calls, c.samples, rollout_id) for c in found]
 
     def _rechecked(

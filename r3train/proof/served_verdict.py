@@ -26,7 +26,7 @@ from msgspec import Meta
 from r3train.proof.judge import Served
 from r3train.proof.recheck_verdict import limit
 from r3train.proof.verdicts import FAILED, PASSED
-from r3train.types import Amount, CanaryReadings, Reading
+from r3train.types import Amount, CanaryScores, Scores
 
 TESTS = ("EARLY", "WARM", "MOVED", "TWINS", "BOUND", "ROUTER")
 Nats = Annotated[float, Meta(ge=0)]
@@ -173,7 +173,7 @@ class ServedRecord:
     before: Before
 
 
-def difference(pairs: Iterable[tuple[Reading, Reading]], moe_layers: Sequence[int]) -> Difference:
+def difference(pairs: Iterable[tuple[Scores, Scores]], moe_layers: Sequence[int]) -> Difference:
     """Compare readings of the same texts from the same token on; moe_layers: 1-based numbers."""
     off, differ, count = 0.0, 0, 0
     for one, other in pairs:
@@ -186,7 +186,7 @@ def difference(pairs: Iterable[tuple[Reading, Reading]], moe_layers: Sequence[in
     return Difference(off, differ, count)
 
 
-def _other_experts(one: Reading, other: Reading, moe_layers: Sequence[int]) -> np.ndarray:
+def _other_experts(one: Scores, other: Scores, moe_layers: Sequence[int]) -> np.ndarray:
     """bool[T-1, l]: rows whose sets of experts are not the same."""
     layers = np.asarray(moe_layers) - 1
     a, b = (np.sort(reading.rows[:, layers], axis=-1) for reading in (one, other))
@@ -202,11 +202,11 @@ class ServerRead:
 
     version: int
     server: int
-    readings: list[CanaryReadings]
+    readings: list[CanaryScores]
     actor: list[np.ndarray]
 
     @property
-    def halved(self) -> list[CanaryReadings]:
+    def halved(self) -> list[CanaryScores]:
         """The readings of texts that were also read from the middle on."""
         return [reading for reading in self.readings if reading.early is not None]
 
@@ -284,7 +284,7 @@ def compare_servers(
 
 def _coverage(
     texts: Sequence[np.ndarray],
-    readings: Iterable[CanaryReadings],
+    readings: Iterable[CanaryScores],
     moe_layers: Sequence[int],
     num_experts: int,
     vocab_size: int,

@@ -33,7 +33,7 @@ _ABOUT = {
     "rest": (
         "what no part explains",
         "--pause-generation-mode abort (a resumed sample keeps rows of older weights);"
-        " --r3-audit-share measures more tokens",
+        " --r3-recheck-share measures more tokens",
     ),
 }
 

@@ -9,12 +9,12 @@ if TYPE_CHECKING:  # an audit of evidence needs ``chance_levels`` only
     import torch
 
 
-def shared_experts(own: torch.Tensor, replayed: torch.Tensor) -> torch.Tensor:
+def shared_experts(live: torch.Tensor, replayed: torch.Tensor) -> torch.Tensor:
     """Count the experts that two top-k choices share in each row, int64[..., m].
 
-    own, replayed: int64[..., m, K], distinct within a row.
+    live, replayed: int64[..., m, K], distinct within a row.
     """
-    return (own[..., :, None] == replayed[..., None, :]).sum((-1, -2))
+    return (live[..., :, None] == replayed[..., None, :]).sum((-1, -2))
 
 
 def overlap_counts(

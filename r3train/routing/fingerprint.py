@@ -107,8 +107,13 @@ def _mixed(x: np.ndarray) -> np.ndarray:
 
 def recorded_rows(routed_experts: np.ndarray, layer_numbers: np.ndarray) -> np.ndarray:
     """int64[l] rows of one sample whose every slot the engine reported, a number per layer."""
-    own = routed_experts[:, np.asarray(layer_numbers) - 1]
-    return (own != missing_marker(own.dtype)).all(axis=2).sum(axis=0).astype(np.int64)
+    layer_routes = routed_experts[:, np.asarray(layer_numbers) - 1]
+    return (
+        (layer_routes != missing_marker(layer_routes.dtype))
+        .all(axis=2)
+        .sum(axis=0)
+        .astype(np.int64)
+    )
 
 
 def _signed(x: int) -> int:

@@ -113,7 +113,7 @@ def shortened(blocks: Iterable[np.ndarray], start: int, num_tokens: int) -> str 
     """
     parts = []
     for ids in blocks:
-        bits = _bits_of(ids, start, num_words(num_tokens))
+        bits = _checked_bits(ids, start, num_words(num_tokens))
         if bits is None:
             return None
         parts.append(bits)
@@ -157,31 +157,31 @@ def decode(
     bits: np.ndarray | None = content
     if dtype.itemsize == 4:
         content = content[first:]
-        bits = _bits_of(content, first, width)
+        bits = _checked_bits(content, first, width)
     if bits is None or (wrong := _not_chosen(bits, first, topk)).any():
-        at = _not_of_tokens(content, first) if bits is None else wrong
+        at = _misses_tokens(content, first) if bits is None else wrong
         row, layer = np.argwhere(at)[0].tolist()
         raise ValueError(f"sample {sample}: indexer_topk {_complaint(first + row, layer, topk)}")
     return bits
 
 
-def _bits_of(ids: np.ndarray, first: int, width: int) -> np.ndarray | None:
+def _checked_bits(ids: np.ndarray, first: int, width: int) -> np.ndarray | None:
     """Pack rows of ids from row ``first`` on; None where one names a token that is not there, or one twice."""
-    own = np.arange(first, first + len(ids))[:, None]
-    if ids.size and (ids.min() < 0 or (ids.max(axis=2) > own).any()):
+    positions = np.arange(first, first + len(ids))[:, None]
+    if ids.size and (ids.min() < 0 or (ids.max(axis=2) > positions).any()):
         return None
     bits = to_bits(ids, width)
     return None if _not_chosen(bits, first, ids.shape[2]).any() else bits
 
 
-def _not_of_tokens(ids: np.ndarray, first: int) -> np.ndarray:
+def _misses_tokens(ids: np.ndarray, first: int) -> np.ndarray:
     """bool[R, L]: rows that name a token that is not there, or one twice."""
-    own = np.arange(first, first + len(ids))[:, None]
+    positions = np.arange(first, first + len(ids))[:, None]
     if not len(ids):
         return np.zeros(ids.shape[:2], dtype=bool)
     ordered = np.sort(ids, axis=2)
     twice = (ordered[..., 1:] == ordered[..., :-1]).any(axis=2)
-    return twice | (ordered[..., 0] < 0) | (ordered[..., -1] > own)
+    return twice | (ordered[..., 0] < 0) | (ordered[..., -1] > positions)
 
 
 def _not_chosen(bits: np.ndarray, first: int, topk: int) -> np.ndarray:

@@ -59,13 +59,13 @@ def _stage_counts(num_layers: int, pp_size: int, first: int | None, last: int | 
     if pp_size == 1 and fixed and sum(fixed) != num_layers:
         raise ValueError(f"one pipeline stage holds all {num_layers} layers, not {fixed}")
     middle = pp_size - len(fixed)
-    rest = num_layers - sum(fixed)
-    if rest < 0 or (middle == 0 and rest) or (middle and rest % middle):
+    num_left = num_layers - sum(fixed)
+    if num_left < 0 or (middle == 0 and num_left) or (middle and num_left % middle):
         raise ValueError(
             f"{num_layers} layers do not divide over {pp_size} pipeline stages with first="
-            f"{first} and last={last}: {rest} layers are left for {middle} stages"
+            f"{first} and last={last}: {num_left} layers are left for {middle} stages"
         )
-    each = [rest // middle] * middle if middle else []
+    each = [num_left // middle] * middle if middle else []
     return ([first] if first is not None else []) + each + ([last] if last is not None else [])
 
 

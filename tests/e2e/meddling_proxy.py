@@ -136,7 +136,7 @@ class _Proxy:
     def _name(self, path: str, body: bytes) -> str | None:
         """The id of a rollout's request; the probe of the weights has none."""
         rid = json.loads(body).get("rid") if path == "/generate" else None
-        # texts that are rechecked (--r3-audit-share) pass untouched and uncounted
+        # texts that are rechecked (--r3-recheck-share) pass untouched and uncounted
         return rid if rid is not None and rid.split("-")[2].isdigit() else None
 
     async def _cut(self, request: web.Request, raw: bytes) -> web.StreamResponse:

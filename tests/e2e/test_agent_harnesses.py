@@ -1,4 +1,4 @@
-"""The harnesses of examples/agents, unmodified and pinned in an environment of their own, asked by the real door."""
+"""The harnesses of examples/agents, unmodified and pinned in an environment of their own, asked by the real chat endpoint."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ def tiny(tmp_path_factory) -> Path:
 
 
 async def _harness(python, name, script, directory):
-    """Let a harness of the examples work with a scripted model; returns its reward and the door's counts."""
+    """Let a harness of the examples work with a scripted model; returns its reward and the endpoint's counts."""
     command = [str(python), str(EXAMPLES / f"{name}.py")]
-    async with opened(script) as (door, access):
+    async with opened(script) as (endpoint, access):
         task = {"prompt": "name colours", "metadata": {"accepted": ["red", "green"]}}
-        return await run_command(command, access, task, directory, timeout_s=300), door.stats()
+        return await run_command(command, access, task, directory, timeout_s=300), endpoint.stats()
 
 
 def _calls(name, word):
@@ -104,9 +104,9 @@ except anthropic.BadRequestError as error:
 async def test_anthropics_client_gets_answers_streams_and_refusals(python, tmp_path):
     answer = _calls("with_openai_agents", "red") | {"reasoning_content": "hm"}
     script = Script(answer, answer, *[ChatRefused(400, "context_length_exceeded", "40")] * 9)
-    async with opened(script) as (door, access):
+    async with opened(script) as (endpoint, access):
         await run_command([str(python), "-c", _ANTHROPICS], access, {}, tmp_path, timeout_s=300)
-        assert door.stats() == {"answers": 2, "refused": 1}
+        assert endpoint.stats() == {"answers": 2, "refused": 1}
     assert script.told == [(0, True), (1, True)]
     roles = [message["role"] for message in script.requests[1].messages]
     assert roles == ["user", "assistant", "tool"]
@@ -154,12 +154,12 @@ async def test_smolagents_writes_each_answer_anew_and_pays_a_sample_for_each_cal
 ):
     play = Play(max_context_len=30000)
     play.engine.said = list(said)
-    async with opened(play.session.answer) as (door, access):
+    async with opened(play.session.answer) as (endpoint, access):
         program = tmp_path / "agent.py"  # it reads the source of a tool
         program.write_text(_SMOLAGENTS)
         command = [str(python), str(program), how]
         await run_command(command, access, {}, tmp_path, timeout_s=300)
-        ignored = door.stats().get("ignored_tool_choice", 0)
+        ignored = endpoint.stats().get("ignored_tool_choice", 0)
     samples = play.session.samples()
     assert_sound(samples)
     assert [chain.begins for chain in play.session.chains] == begins
@@ -173,7 +173,7 @@ def test_a_job_trains_an_unmodified_harness_with_every_verdict_passed(python, ti
         tmp_path / "run",
         *("--config", str(EXAMPLES / "agents.toml"), "--hf-checkpoint", str(tiny / "model")),
         *("--prompt-data", str(tiny / "agents.jsonl"), "--num-rollout", "3", *jobs.FEW_ROWS),
-        *("--rollout-batch-size", "2", "--n-samples-per-prompt", "4", "--r3-audit-share", "0.25"),
+        *("--rollout-batch-size", "2", "--n-samples-per-prompt", "4", "--r3-recheck-share", "0.25"),
         *("--agent-tool-call-parser", "examples.agents.words:parse"),
         *("--agent-command", f"{python} {EXAMPLES / name}.py"),
     )

@@ -41,7 +41,7 @@ def flags_of(task, *agent: str) -> list[str]:
         *(*agent, "--apply-chat-template"),
         *("--rollout-max-response-len", "80", "--rollout-max-context-len", "120"),
         *("--max-weight-staleness", "2", "--pause-generation-mode", "in_place"),
-        *("--r3-audit-share", "0.25"),
+        *("--r3-recheck-share", "0.25"),
     ]
 
 
@@ -109,7 +109,7 @@ def test_a_job_whose_sessions_lose_or_double_tokens_ends(bug, task, tmp_path, mo
     agent = ("--agent", "tests.e2e.scripted_agent:branching", "--agent-tool-call-parser", "none")
     job = jobs.run(
         tmp_path / "run",
-        *(*flags_of(task, *agent), "--r3-audit-share", "0"),
+        *(*flags_of(task, *agent), "--r3-recheck-share", "0"),
         program=("-m", "tests.e2e.train_with_bug", bug),
     )
     assert job.code != 0

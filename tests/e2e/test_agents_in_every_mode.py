@@ -46,7 +46,7 @@ def flags_of(task, agent: str = "branching", response: int = 80) -> list[str]:
     ]
 
 
-R3 = (*jobs.R3_FLAGS, "--r3-audit-share", "0.25")
+R3 = (*jobs.R3_FLAGS, "--r3-recheck-share", "0.25")
 # answers of up to 80 tokens: updates come in the middle of calls
 LONG = ("branching", 260)
 

@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.e2e]
 KILLED_AFTER = 20  # steps, of 60
 # Sessions see updates.  The pool holds half of 40 calls' tokens, and its server counts on one more token of each.
 DISTURBED = (
-    "--r3-audit-share 0.1 --run-dir runs/agents --pause-generation-mode in_place --max-engine-restarts 1"
+    "--r3-recheck-share 0.1 --run-dir runs/agents --pause-generation-mode in_place --max-engine-restarts 1"
     " --rollout-max-concurrency 40 --agent-max-sessions 128"
     " --sglang-max-total-tokens 260 --sglang-schedule-conservativeness 0.01"
 )

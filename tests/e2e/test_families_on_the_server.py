@@ -332,7 +332,7 @@ def test_a_job_of_the_family_is_proved_and_its_server_follows_the_actor(family, 
         # the entropy moves the weights: a random model gets little reward
         *("--num-rollout", "2", "--max-weight-staleness", "0", "--entropy-coef", "0.1"),
         *("--lr", "1e-3", "--lr-warmup-iters", "0", *WAYS[way]),
-        *(*jobs.R3_FLAGS, "--r3-audit-share", "1", "--ci-test"),
+        *(*jobs.R3_FLAGS, "--r3-recheck-share", "1", "--ci-test"),
         *("--no-tensorboard", "--check-weight-update-equal"),
         # some tensors a bucket: its ends come between many neighbours
         *("--update-weight-buffer-size", "20000"),

@@ -22,13 +22,13 @@ def test_the_parts_add_up_to_the_gap_and_older_weights_are_what_dominates(
         *tiny_flags,
         *jobs.R3_FLAGS,
         *("--num-rollout", "5", "--rollout-external-engine-addrs", engine),
-        *("--max-weight-staleness", str(staleness), "--r3-audit-share", "1", "--lr", "2e-3"),
+        *("--max-weight-staleness", str(staleness), "--r3-recheck-share", "1", "--lr", "2e-3"),
     )
     assert job.code == 0, job.output
     for metrics in job.metrics():
         total = metrics["train/log_prob_gap_k3"]
         parts = {part: metrics.get(f"gap/{part}_k3") for part in IN_GAP}
-        assert None not in parts.values()  # --r3-audit-share 1 and canaries: all were read
+        assert None not in parts.values()  # --r3-recheck-share 1 and canaries: all were read
         assert sum(parts.values()) == pytest.approx(total, rel=1e-6)
         assert abs(parts["rest"]) < 0.1 * total
         old = metrics.get("train/loss_tokens_age_1", 0) == metrics["train/num_loss_tokens"]

@@ -46,7 +46,7 @@ def job(flags, tmp_path_factory) -> jobs.Job:
         *("--expert-model-parallel-size", "1", "--context-parallel-size", "2"),
         *("--recompute-granularity", "full", "--recompute-method", "uniform"),
         *("--recompute-num-layers", "1", "--reuse-log-probs", "off", "--dump-rollouts"),
-        *("--rollout-segment-len", "30", "--r3-audit-share", "0.3"),
+        *("--rollout-segment-len", "30", "--r3-recheck-share", "0.3"),
     )
 
 

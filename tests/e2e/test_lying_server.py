@@ -120,7 +120,7 @@ def test_a_redirect_ends_the_run_and_samples_that_no_model_drew_are_generated_ag
     )
     checkpoint = tmp_path / "ck"
     flags = flags_of(
-        tiny_flags, "--save", str(checkpoint), "--auto-resume", "--r3-audit-share", "0"
+        tiny_flags, "--save", str(checkpoint), "--auto-resume", "--r3-recheck-share", "0"
     )
     with lying_proxy.lying_proxy(engine, record) as proxy:
         job = jobs.run(tmp_path / "run", *flags, "--rollout-external-engine-addrs", proxy)

@@ -102,7 +102,7 @@ def audited(
     def same_prompts(group: int) -> Prompt:
         return prompt_of(group % 2)
 
-    with Producer(rollout, client, same_prompts, Asking(sampling), audit_share=1.0) as producer:
+    with Producer(rollout, client, same_prompts, Asking(sampling), recheck_share=1.0) as producer:
         for rollout_id in range(num_rollout):
             groups = producer.next_batch(rollout_id)
             batch = [sample for group in groups for sample, _ in group]

@@ -117,7 +117,7 @@ def test_a_planted_bug_fails_the_check_and_the_job(bug, tmp_path, tiny_flags, en
         ),
         # the first bucket is not the last one
         *(["--update-weight-buffer-size", "20000"] if bug == "version_with_first_bucket" else ()),
-        *(["--r3-audit-share", "1"] if bug.startswith("answer_") else ()),
+        *(["--r3-recheck-share", "1"] if bug.startswith("answer_") else ()),
         *(["--r3-evidence", "summed"] if bug == "token_shift" else ()),
     )
     assert job.code != 0

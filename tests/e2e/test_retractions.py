@@ -171,7 +171,7 @@ def rechecked_under_pressure(server, models) -> tuple[list[RolloutSample], list[
             )
 
         sampling = SamplingParams(90, ignore_eos=True)
-        with Producer(rollout, client, prompt_of, Asking(sampling), audit_share=1.0) as producer:
+        with Producer(rollout, client, prompt_of, Asking(sampling), recheck_share=1.0) as producer:
             while producer.stats()["in_flight"] < 8:  # the noise is measured before
                 time.sleep(0.01)
             wait_until_running(server.addr, 3)

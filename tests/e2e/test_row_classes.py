@@ -102,7 +102,7 @@ def test_a_job_counts_rows_from_the_cache_as_the_texts_before_tell(tmp_path, tin
         *("--num-rollout", "2", "--rollout-external-engine-addrs", engine),
         *("--max-weight-staleness", "0", "--rollout-max-concurrency", "1"),
         # whose texts would be in the cache, too
-        *("--r3-audit-share", "0", "--r3-canaries", "0", "--dump-rollouts"),
+        *("--r3-recheck-share", "0", "--r3-canaries", "0", "--dump-rollouts"),
     )
     assert job.code == 0, job.output
     for step, (metrics, found) in enumerate(zip(job.metrics(), evidence_of(job), strict=True)):

@@ -15,7 +15,7 @@ from tests.unit.data.test_replies import tokenizer
 from tests.unit.data.test_session_templates import CHATML
 from tests.unit.generation.session_play import PROMPT
 
-from r3train.agents.http import Door
+from r3train.agents.http import ChatEndpoint
 from r3train.chat.base import Parsed
 from r3train.config.data_settings import DataSection
 from r3train.data.templates import ChatTemplate, SessionTemplate
@@ -97,7 +97,7 @@ END_TOKEN = 1  # the checkpoint's
 async def played(server, harness: Callable[[Ask], Awaitable[None]]) -> tuple[Session, list, list]:
     """The session of a harness, its samples, and each of them rechecked."""
     words = tokenizer(CHATML)
-    client, door = SGLangClient([server.addr], routes=ROUTES), Door()
+    client, endpoint = SGLangClient([server.addr], routes=ROUTES), ChatEndpoint()
     sampling = SamplingParams(
         max_new_tokens=600,
         # the server stops at the checkpoint's end token whatever it is asked, as in a job
@@ -118,7 +118,7 @@ async def played(server, harness: Callable[[Ask], Awaitable[None]]) -> tuple[Ses
     )
     failures: list[BaseException] = []
     session = Session(settings, generate, PROMPT, 64, fail=failures.append)
-    access = await door.open(session.answer)
+    access = await endpoint.open(session.answer)
     openai = AsyncOpenAI(base_url=access.base_url, api_key=access.key, max_retries=0)
 
     async def ask(*messages: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -128,7 +128,7 @@ async def played(server, harness: Callable[[Ask], Awaitable[None]]) -> tuple[Ses
 
     try:
         await harness(ask)
-        await door.close(access.key)
+        await endpoint.close(access.key)
         assert not failures
         samples, again = session.samples(), []
         for sample in samples:
@@ -137,7 +137,7 @@ async def played(server, harness: Callable[[Ask], Awaitable[None]]) -> tuple[Ses
             again.append(await client.recheck(request, "whole", 0))
         return session, samples, again
     finally:
-        await door.stop()
+        await endpoint.stop()
         await client.aclose()
 
 

@@ -63,14 +63,14 @@ CHANGES = {
     ),
     "gdpo_rewards_not_over_their_spread": Change(
         "algo.advantages.gdpo:gdpo",
-        " / (own.std(axis=1, ddof=1, keepdims=True) + 1e-6)",
+        " / (key_rewards.std(axis=1, ddof=1, keepdims=True) + 1e-6)",
         "",
         {"advantage_estimator": "gdpo"},
     ),
     "whitened_without_the_mean": Change(
         "algo.advantages.building_blocks:whitened",
-        "(own - mean) * scale",
-        "own * scale",
+        "(values - mean) * scale",
+        "values * scale",
         {"advantage_estimator": "reinforce_plus_plus"},
     ),
     "overlong_pays_short_answers": Change(

@@ -601,7 +601,7 @@ def sampling_mask_not_applied(original, self, logits):
 CHOICES = "tests/oracle/test_indexer_replay.py"
 
 
-@replaces(microbatch, "_taken_of_indexers", caught_by=CHOICES)
+@replaces(microbatch, "_take_indexer_bits", caught_by=CHOICES)
 def one_chosen_token(original, bits, rows, layer_numbers):
     """One token of one row of one layer is another."""
     taken = original(bits, rows, layer_numbers).copy()
@@ -614,13 +614,13 @@ def one_chosen_token(original, bits, rows, layer_numbers):
     return taken
 
 
-@replaces(microbatch, "_taken_of_indexers", caught_by=CHOICES)
+@replaces(microbatch, "_take_indexer_bits", caught_by=CHOICES)
 def choices_of_the_row_before(original, bits, rows, layer_numbers):
     """Every row attends to the tokens of the row before it."""
     return original(bits, np.where(rows > 0, rows - 1, rows), layer_numbers)
 
 
-@replaces(microbatch, "_taken_of_indexers", caught_by=CHOICES)
+@replaces(microbatch, "_take_indexer_bits", caught_by=CHOICES)
 def choices_of_the_layer_before(original, bits, rows, layer_numbers):
     """Every layer attends to the tokens of the layer before it."""
     return original(np.roll(bits, 1, axis=1), rows, layer_numbers)

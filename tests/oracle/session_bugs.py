@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from r3train.chat.base import ChatRequest, Message, Parsed
-from r3train.chat.custody import custody_of_samples
+from r3train.chat.token_ledger import session_ledgers
 from r3train.data.templates import Behind
 from r3train.engine.backend import SamplingParams, Segment
 from r3train.generation import stitch
@@ -163,7 +163,7 @@ def finding() -> tuple[str, str]:
         samples = session.samples()
     except AssertionError as error:
         return CUSTODY, str(error)
-    custody = judge_custody(custody_of_samples(samples))
+    custody = judge_custody(session_ledgers(samples))
     if custody is not None and custody.verdict == FAILED:
         return CUSTODY, custody.failures[0]
     exact = Noise(1000, dict.fromkeys(range(1, _LAYERS + 1), 0), 1000, 0, 1e-4)

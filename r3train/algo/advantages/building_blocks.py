@@ -51,16 +51,23 @@ def whitened(
 ) -> list[list[np.ndarray]]:
     """Shift and scale advantages to mean 0 and variance 1 (ddof = 1) over the rollout's loss tokens.
 
-    advantages: float[T] for each sample of each group.  Of one loss token or none, as they are.
+    advantages: float[T] for each sample of each group.  With fewer than two loss tokens they are returned unchanged.
     """
     masks = [sample.loss_mask for group in groups for sample in group]
     counted = np.concatenate(
-        [own[mask] for own, mask in zip((a for of in advantages for a in of), masks, strict=True)]
+        [
+            values[mask]
+            for values, mask in zip(
+                (a for group_advantages in advantages for a in group_advantages), masks, strict=True
+            )
+        ]
     ).astype(np.float64)
     if len(counted) < 2:
-        return [list(of_group) for of_group in advantages]
+        return [list(group_advantages) for group_advantages in advantages]
     mean, scale = counted.mean(), 1.0 / np.sqrt(counted.var(ddof=1) + 1e-8)
-    return [[(own - mean) * scale for own in of_group] for of_group in advantages]
+    return [
+        [(values - mean) * scale for values in group_advantages] for group_advantages in advantages
+    ]
 
 
 def spread(
@@ -72,8 +79,8 @@ def spread(
     """
     return [
         [
-            np.full(sample.num_tokens, own[place], dtype=np.float32)
+            np.full(sample.num_tokens, group_advantages[place], dtype=np.float32)
             for sample, place in zip(group, episode_places(group), strict=True)
         ]
-        for group, own in zip(groups, advantages, strict=True)
+        for group, group_advantages in zip(groups, advantages, strict=True)
     ]

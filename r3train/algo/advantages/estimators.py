@@ -22,9 +22,9 @@ from r3train.types import RolloutSample
 
 # (groups, rewards, algorithm) -> float[T] for each sample of each group.
 # groups: [G][samples], the whole rollout.  rewards: float64[G, n], one for each episode of a group.
-# One that is marked ``tools.reads_token_rewards`` is called with these too where there are any.
+# One that is marked ``building_blocks.reads_token_rewards`` is called with these too where there are any.
 # A sample is an episode, unless --environment-samples is turn: then an episode has a sample for
-# each turn, and episodes are in the order of their first samples (``tools.spread`` knows it).
+# each turn, and episodes are in the order of their first samples (``building_blocks.spread`` knows it).
 AdvantageEstimator = Callable[
     [Sequence[Sequence[RolloutSample]], np.ndarray, AlgorithmSection], list[list[np.ndarray]]
 ]
@@ -83,18 +83,18 @@ def token_advantages(
         return [[s.loss_mask.astype(np.float32) for s in group] for group in groups]
     name = algorithm.advantage_estimator
     estimator = get_advantage_estimator(name)
-    given: tuple = (groups, rewards, algorithm)
+    arguments: tuple = (groups, rewards, algorithm)
     if token_rewards is not None and getattr(estimator, "reads_token_rewards", False):
-        given += (token_rewards,)
+        arguments += (token_rewards,)
     elif token_rewards is not None:
-        whole = rewards.copy()
-        for group, own, of_group in zip(groups, whole, token_rewards, strict=True):
-            np.add.at(own, episode_places(group), [tokens.sum() for tokens in of_group])
-        given = (groups, whole, algorithm)
+        summed_rewards = rewards.copy()
+        for group, values, group_values in zip(groups, summed_rewards, token_rewards, strict=True):
+            np.add.at(values, episode_places(group), [tokens.sum() for tokens in group_values])
+        arguments = (groups, summed_rewards, algorithm)
     with running_user_code(f"{_FLAG} {name}"):
-        found = call_within(_LIMIT_S, lambda: estimator(*given))
+        found = call_within(_LIMIT_S, lambda: estimator(*arguments))
         is_list = isinstance(found, (list, tuple))
-        got = [len(own) for own in found] if is_list else type(found).__name__
+        got = [len(values) for values in found] if is_list else type(found).__name__
     expected = [len(group) for group in groups]
     if got != expected:
         raise ValueError(
@@ -102,14 +102,17 @@ def token_advantages(
             f" each sample: {expected}"
         )
     checked = [
-        [_checked(name, sample, own) for sample, own in zip(group, of_group)]
-        for group, of_group in zip(groups, found)
+        [_checked(name, sample, values) for sample, values in zip(group, group_values)]
+        for group, group_values in zip(groups, found)
     ]
     if not algorithm.normalize_advantages:
         return checked
     return [
-        [np.where(s.loss_mask, own, 0.0).astype(np.float32) for s, own in zip(group, of_group)]
-        for group, of_group in zip(groups, whitened(groups, checked))
+        [
+            np.where(s.loss_mask, values, 0.0).astype(np.float32)
+            for s, values in zip(group, group_values)
+        ]
+        for group, group_values in zip(groups, whitened(groups, checked))
     ]
 
 

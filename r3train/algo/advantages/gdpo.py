@@ -26,14 +26,16 @@ def gdpo(
     parts = np.array([_parts(group, len(algorithm.reward_keys)) for group in groups])
     weights = list(algorithm.weight_of_key.values())
     summed = np.zeros(parts.shape[:2])
-    for weight, own in zip(weights, np.moveaxis(parts, 2, 0)):
-        summed += weight * centred(own) / (own.std(axis=1, ddof=1, keepdims=True) + 1e-6)
+    for weight, key_rewards in zip(weights, np.moveaxis(parts, 2, 0)):
+        summed += (
+            weight * centred(key_rewards) / (key_rewards.std(axis=1, ddof=1, keepdims=True) + 1e-6)
+        )
     return spread(groups, (summed - summed.mean()) / (summed.std(ddof=1) + 1e-6))
 
 
 def _parts(group: Sequence[RolloutSample], num_keys: int) -> list[Sequence[float]]:
     """The parts of each episode's reward, [n][keys]."""
-    of_episode: dict[int, Sequence[float]] = {}
+    parts_by_episode: dict[int, Sequence[float]] = {}
     for sample, place in zip(group, episode_places(group)):
         if sample.reward_parts is None or len(sample.reward_parts) != num_keys:
             raise ValueError(
@@ -41,5 +43,5 @@ def _parts(group: Sequence[RolloutSample], num_keys: int) -> list[Sequence[float
                 " --advantage-estimator gdpo needs: an environment's own rewards and rollouts that were"
                 " recorded without them have none"
             )
-        of_episode.setdefault(place, sample.reward_parts)
-    return list(of_episode.values())
+        parts_by_episode.setdefault(place, sample.reward_parts)
+    return list(parts_by_episode.values())

@@ -33,16 +33,16 @@ def reinforce_plus_plus(
     Source: arXiv 2501.03262, section 3.2.
     """
     returns = spread(groups, rewards)
-    for g, (group, of_group) in enumerate(zip(groups, returns)):
-        for i, (sample, own) in enumerate(zip(group, of_group)):
+    for g, (group, group_returns) in enumerate(zip(groups, returns)):
+        for i, (sample, sample_returns) in enumerate(zip(group, group_returns)):
             places = np.flatnonzero(sample.loss_mask)
             if not len(places):
                 continue
-            own_rewards = np.zeros(len(places))
-            own_rewards[-1] = own[0]
+            loss_token_rewards = np.zeros(len(places))
+            loss_token_rewards[-1] = sample_returns[0]
             if token_rewards is not None:
-                own_rewards += token_rewards[g][i][places]
-            own[places] = discounted(own_rewards, algorithm.gamma)
+                loss_token_rewards += token_rewards[g][i][places]
+            sample_returns[places] = discounted(loss_token_rewards, algorithm.gamma)
     return whitened(groups, returns)
 
 

@@ -32,8 +32,8 @@ def dppo_kl(rows: LossRows, algorithm: AlgorithmSection) -> RowLoss:
     Source: arXiv 2602.04879 (binary KL).
     """
     p, q = _probabilities(rows)
-    others = torch.log1p(-q.clamp(max=1 - _SMALLEST)) - torch.log1p(-p.clamp(max=1 - _SMALLEST))
-    divergence = q * (rows.rollout_log_probs - rows.log_probs.detach()) + (1 - q) * others
+    log_rest = torch.log1p(-q.clamp(max=1 - _SMALLEST)) - torch.log1p(-p.clamp(max=1 - _SMALLEST))
+    divergence = q * (rows.rollout_log_probs - rows.log_probs.detach()) + (1 - q) * log_rest
     return _dppo(divergence, p, q, rows, algorithm)
 
 

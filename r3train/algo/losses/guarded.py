@@ -39,7 +39,7 @@ class GuardedLoss:
         self._loss = loss
         self._name = algorithm.policy_loss
         on_trial = loss(rows_without_values(algorithm), algorithm)
-        self._own = on_trial.sums.keys(), on_trial.maxima.keys()
+        self._trial_metrics = on_trial.sums.keys(), on_trial.maxima.keys()
         self._metrics = [[m for m in names if m != "num_tokens"] for names in metrics]
         self._failed = False  # here, or on a rank with the same samples
 
@@ -63,11 +63,11 @@ class GuardedLoss:
         leaves = [
             x.detach().requires_grad_(x.requires_grad) for x in (rows.log_probs, rows.entropy)
         ]
-        own = replace(rows, log_probs=leaves[0], entropy=leaves[1])
+        guarded_rows = replace(rows, log_probs=leaves[0], entropy=leaves[1])
         if is_cut:
-            own = replace(own, over_ranks=over_ranks)
+            guarded_rows = replace(guarded_rows, over_ranks=over_ranks)
         try:
-            found = self._loss(own, algorithm)
+            found = self._loss(guarded_rows, algorithm)
             with running_user_code(f"{FLAG} {self._name}"):
                 self._check(found)
         except UserCodeFailed as error:
@@ -84,8 +84,8 @@ class GuardedLoss:
     def _check(self, found: RowLoss) -> None:
         """Raise ValueError for metric names other than the trial's: ranks would disagree about them."""
         names = found.sums.keys(), found.maxima.keys()
-        if names != self._own:
-            got, expected = ([*map(sorted, each)] for each in (names, self._own))
+        if names != self._trial_metrics:
+            got, expected = ([*map(sorted, each)] for each in (names, self._trial_metrics))
             raise ValueError(f"returned sums and maxima {got}, and on trial {expected}")
         for name, value in (found.sums | found.maxima).items():
             if not torch.is_tensor(value) or value.shape != () or value.requires_grad:
@@ -96,16 +96,16 @@ class GuardedLoss:
     def _with_gradients(self, loss: Tensor, leaves: Sequence[Tensor], rows: LossRows) -> Tensor:
         """The same loss of the step's own tensors; NaN gradients where its backward pass fails."""
 
-        def gradients(of_loss: Tensor) -> list[Tensor | None]:
+        def gradients(loss_gradient: Tensor) -> list[Tensor | None]:
             wanted = [leaf for leaf in leaves if leaf.requires_grad]
             try:
                 with running_user_code(f"{FLAG} {self._name}: its backward pass"):
-                    found = torch.autograd.grad(loss, wanted, of_loss, allow_unused=True)
+                    found = torch.autograd.grad(loss, wanted, loss_gradient, allow_unused=True)
             except UserCodeFailed as error:
                 self.errors.append(str(error))
                 found = [torch.full_like(leaf, math.nan) for leaf in wanted]
-            left = iter(found)
-            return [next(left) if leaf.requires_grad else None for leaf in leaves]
+            gradients_left = iter(found)
+            return [next(gradients_left) if leaf.requires_grad else None for leaf in leaves]
 
         return _OwnBackward.apply(loss.detach(), gradients, rows.log_probs, rows.entropy)
 
@@ -123,5 +123,5 @@ class _OwnBackward(torch.autograd.Function):
         return value.clone()
 
     @staticmethod
-    def backward(ctx: Any, of_value: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, None, *ctx.gradients(of_value))
+    def backward(ctx: Any, value_gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, None, *ctx.gradients(value_gradient))

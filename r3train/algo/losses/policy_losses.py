@@ -101,9 +101,9 @@ def check_policy_loss(algorithm: AlgorithmSection) -> None:
                 f"{FLAG} {name}: metric {metric} has shape {list(value.shape)} and requires_grad"
                 f" {value.requires_grad}, expected a detached scalar"
             )
-    taken = set().union(*metric_names(_without_metrics, algorithm)) & metrics.keys()
-    if taken or found.sums.keys() & found.maxima.keys():
-        again = sorted(taken or found.sums.keys() & found.maxima.keys())
+    metrics_twice = set().union(*metric_names(_without_metrics, algorithm)) & metrics.keys()
+    if metrics_twice or found.sums.keys() & found.maxima.keys():
+        again = sorted(metrics_twice or found.sums.keys() & found.maxima.keys())
         raise ValueError(f"{FLAG} {name}: metrics {', '.join(again)} exist already")
 
 

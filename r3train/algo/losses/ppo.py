@@ -33,7 +33,7 @@ def gspo(rows: LossRows, algorithm: AlgorithmSection) -> RowLoss:
     Source: GSPO, arXiv 2507.18071, section 4.3 (GSPO-token); usual bounds are 3e-4 and 4e-4.
     """
     mean = rows.sample_mean(rows.log_probs - rows.old_log_probs).clamp(max=_MAX_LOG_SAMPLE_RATIO)
-    ratio = rows.of_rows(mean.exp()) * (rows.log_probs - rows.log_probs.detach()).exp()
+    ratio = rows.spread_over_rows(mean.exp()) * (rows.log_probs - rows.log_probs.detach()).exp()
     return clipped_surrogate(ratio, rows, algorithm)
 
 

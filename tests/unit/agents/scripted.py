@@ -1,4 +1,4 @@
-"""A session for tests of the door: it answers by a script and keeps what it was told."""
+"""A session for tests of the endpoint: it answers by a script and keeps what it was told."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from r3train.agents.http import Access, Door
+from r3train.agents.http import Access, ChatEndpoint
 from r3train.chat.base import ChatAnswer, ChatRequest
 
 TOOL = {
@@ -47,13 +47,13 @@ class Script:
 
 
 @asynccontextmanager
-async def opened(script: Any, **settings: Any) -> AsyncIterator[tuple[Door, Access]]:
-    """A door with one session that ``script`` answers."""
-    door = Door(**settings)
+async def opened(script: Any, **settings: Any) -> AsyncIterator[tuple[ChatEndpoint, Access]]:
+    """A chat endpoint with one session that ``script`` answers."""
+    endpoint = ChatEndpoint(**settings)
     try:
-        yield door, await door.open(script)
+        yield endpoint, await endpoint.open(script)
     finally:
-        await door.stop()
+        await endpoint.stop()
 
 
 async def until(holds) -> None:

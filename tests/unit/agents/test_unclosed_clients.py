@@ -15,7 +15,7 @@ _ASK = [{"role": "user", "content": "hi"}]
 
 
 async def test_a_client_that_was_left_open_takes_no_other_session_with_it():
-    """Garbage is collected in the door's thread: the socket closes at once, its transport later."""
+    """Garbage is collected in the endpoint's thread: the socket closes at once, its transport later."""
     script, agents = Script(), EnvironmentLoop("--agent-timeout-s")
     async with opened(script) as (_, access):
 

@@ -18,7 +18,7 @@ _RUN = replace(SAMPLING, max_new_tokens=400, temperature=0.9, top_p=0.8, top_k=7
 
 
 async def _asked(**fields: Any) -> dict[str, Any]:
-    """The body that a server gets for a harness's request with these fields, through the door and a session."""
+    """The body that a server gets for a harness's request with these fields, through the endpoint and a session."""
     fake, play = Fake(), Play()
     async with client_of(fake) as client:
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from r3train.algo.gap_budget import ADDED, CanaryLogProbs, gap_budget, gap_of, PARTS
+from r3train.algo.gap_budget import ADDED, CanaryLogProbs, gap_budget, gap_stats, PARTS
 
 TOKENS, CANARIES, RECHECKED = 40_000, 20_000, 20_000
 
@@ -42,9 +42,9 @@ class World:
         d = d + noise(self.staleness * np.sqrt(age), TOKENS)
         metrics: dict[str, float] = {"train/num_loss_tokens": TOKENS}
         metrics["train/loss_tokens_rows_cached"] = TOKENS
-        metrics |= {f"train/log_prob_gap_{k}": v for k, v in gap_of(0 * d, d).items()}
+        metrics |= {f"train/log_prob_gap_{k}": v for k, v in gap_stats(0 * d, d).items()}
         for one in set(self.ages):
-            own = gap_of(0 * d[age == one], d[age == one])
+            own = gap_stats(0 * d[age == one], d[age == one])
             metrics |= {f"train/log_prob_gap_{k}_age_{one}": own[k] for k in ADDED}
             metrics[f"train/loss_tokens_age_{one}"] = int((age == one).sum())
         truth = -rng.exponential(2.0, CANARIES)

@@ -25,7 +25,7 @@ LORA = {"lora_rank": 4}
     ],
 )
 def test_samples_are_computed_again_where_that_is_exact_and_checked(fields, share):
-    assert config(r3_audit_share=0.25, **fields).audit_share == share
+    assert config(r3_recheck_share=0.25, **fields).recheck_share == share
 
 
 @pytest.mark.parametrize(

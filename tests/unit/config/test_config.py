@@ -101,6 +101,12 @@ def test_flags_add_to_the_tables_of_the_file(tmp_path):
     }
 
 
+def test_a_former_name_of_a_setting_works_as_a_key_and_is_written_by_its_new_one(tmp_path):
+    made = RunConfig.from_toml(toml(tmp_path, "[replay]\nr3_audit_share = 0.5"), REQUIRED)
+    assert made.replay.r3_recheck_share == 0.5
+    assert "r3_recheck_share = 0.5" in made.to_toml() and "r3_audit_share" not in made.to_toml()
+
+
 def test_the_resolved_config_reads_back_equal(tmp_path):
     made = config(
         recompute_modules=["moe", "core_attn"],
@@ -125,6 +131,10 @@ def test_the_resolved_config_reads_back_equal(tmp_path):
         ("[trainer\nlr = 1", r"recipe\.toml: not valid TOML: .*line 1"),
         ("[trainer]\nlr = -1.0", r"recipe\.toml: \[trainer\] lr: .*-1\.0$"),
         ("[rollout.sglang]\ntp-size = 1\ntp_size = 2", "tp_size is given twice"),
+        (
+            "[replay]\nr3_audit_share = 0.1\nr3_recheck_share = 0.2",
+            "r3_audit_share is r3_recheck_share, which is given too",
+        ),
     ],
 )
 def test_what_is_wrong_in_the_file_is_named_with_the_nearest_right_name(tmp_path, text, message):

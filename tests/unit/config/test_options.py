@@ -110,6 +110,12 @@ def test_underscores_in_a_flag_are_dashes():
     assert parsed("--sglang-tp_size", "2").rollout.sglang == {"tp_size": 2}
 
 
+def test_a_further_name_of_a_setting_is_a_flag_too():
+    assert parsed("--r3-audit-share", "0.5").replay.r3_recheck_share == 0.5
+    assert parsed("--use-tensorboard").run.tensorboard
+    assert not parsed("--tensorboard", "--no-use-tensorboard").run.tensorboard
+
+
 def test_booleans_have_an_on_and_an_off_flag(tmp_path):
     path = tmp_path / "r.toml"
     path.write_text("[run]\nplot = false\n[trainer]\nci_test = true\n")

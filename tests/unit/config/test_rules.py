@@ -181,7 +181,7 @@ REFUSED = f"""
     plant_bug="one_expert", ci_test=true | --plant-bug one_expert needs --use-rollout-routing-replay: there is no replay
     plant_bug="one_expert", {R3} | --plant-bug one_expert needs --enable-r3-correctness-check or --ci-test
     r3_canaries=31 | r3_canaries 31 is below 32: two texts of sixteen tokens; 0 is off
-    plant_bug="answer_with_rows_of_another", {R3}, ci_test=true, r3_audit_share=0.0 | needs --r3-audit-share above 0
+    plant_bug="answer_with_rows_of_another", {R3}, ci_test=true, r3_recheck_share=0.0 | needs --r3-recheck-share above 0
     plant_bug="answer_with_rows_of_another", {R3}, ci_test=true, route_stores=true | cannot go with --route-stores
     # LoRA
     lora_alpha=8.0 | --lora-alpha 8 has no effect without --lora-rank above 0 (it is 0)

@@ -25,7 +25,7 @@ class Access:
     take_reward: object
 
 
-class Door:
+class ChatEndpoint:
     """Sessions without HTTP: the access has the session's ``answer``."""
 
     def __init__(self) -> None:
@@ -55,25 +55,25 @@ async def ask(access: Access, *messages: dict, **more) -> dict:
 
 
 def play(run, *, evaluates=False, **settings):
-    """Play the episode of an agent, with its recorded facts, its door and its engine."""
+    """Play the episode of an agent, with its recorded facts, its endpoint and its engine."""
     made = Play()
     records: list[dict] = []
-    door = Door()
+    endpoint = ChatEndpoint()
 
-    async def with_door(access, prompt):
-        access.door = door
+    async def with_endpoint(access, prompt):
+        access.endpoint = endpoint
         return await run(access)
 
     agents = Agents(
         AgentSection(agent="m:f", **settings),
         made.settings,
-        door,
-        with_door,
+        endpoint,
+        with_endpoint,
         "--agent m:f",
         records.append,
     )
     episode = AgentEpisode(agents, evaluates)
-    made.agents, made.door, made.records = agents, door, records
+    made.agents, made.endpoint, made.records = agents, endpoint, records
     made.outcome = lambda: asyncio.run(
         episode(made.engine, PROMPT, sampling=SamplingParams(50), sample_id=128)
     )
@@ -104,7 +104,7 @@ def test_a_session_ends_with_its_samples_and_reward_and_its_key():
     samples, reward = made.outcome()
     assert_sound(samples)
     assert reward == 0.5 and [s.sample_id for s in samples] == [128]
-    assert made.door.open_keys == set()
+    assert made.endpoint.open_keys == set()
     [record] = made.records
     assert (record["calls"], record["failure"], record["reward"]) == (1, None, 0.5)
     assert record["samples"][0]["with_loss"] == samples[0].loss_mask.sum()
@@ -126,7 +126,7 @@ def test_an_agent_that_fails_ends_the_run_or_has_its_group_replaced(agent, said)
     with pytest.raises(EpisodeDropped) as dropped:
         made.outcome()
     assert dropped.value.reason == "agent" and made.records[0]["failure"] == said
-    assert made.agents.stats()["agent"]["failures"] == 1 and made.door.open_keys == set()
+    assert made.agents.stats()["agent"]["failures"] == 1 and made.endpoint.open_keys == set()
 
 
 def test_a_failure_may_be_trained_if_the_agent_called_the_model():
@@ -159,7 +159,7 @@ def test_a_reward_that_is_posted_counts_if_it_may_and_none_is_returned(takes):
 def test_calls_under_way_when_the_agent_ends_are_cancelled_and_in_no_sample():
     async def leaves_one(access):
         answer = await ask(access, user("go"))
-        access.door.tasks.append(
+        access.endpoint.tasks.append(
             asyncio.create_task(ask(access, user("go"), answer, user("and a sub-agent")))
         )
         await asyncio.sleep(0)
@@ -184,7 +184,7 @@ def test_an_error_of_the_servers_ends_the_run_and_the_agent_whatever_the_agent_m
     made.engine.errors = {0: EngineError("no server")}
     with pytest.raises(EngineError, match="no server"):
         made.outcome()
-    assert made.door.open_keys == set()
+    assert made.endpoint.open_keys == set()
 
 
 def test_a_cancelled_rollout_ends_its_agent_and_its_session():
@@ -209,7 +209,7 @@ def test_a_cancelled_rollout_ends_its_agent_and_its_session():
             await task
 
     asyncio.run(cancel_it())
-    assert ended == [True] and made.door.open_keys == set()
+    assert ended == [True] and made.endpoint.open_keys == set()
 
 
 def test_the_loop_answers_while_a_session_becomes_samples(monkeypatch):

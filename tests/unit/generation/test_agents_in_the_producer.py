@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from tests.unit.generation.session_play import Play, user
-from tests.unit.generation.test_agent_episode import Access, Door
+from tests.unit.generation.test_agent_episode import Access, ChatEndpoint
 from tests.unit.generation.test_agent_episode import ask as ask_for
 from tests.unit.simulated_engine import prompt_for, RETRACTED, rollout_section, SimulatedEngine
 
@@ -41,7 +41,7 @@ class Rechecks:
         await asyncio.Event().wait()
 
 
-class Doors(Door):
+class ManySessions(ChatEndpoint):
     """Sessions without HTTP, many at once; each has a key of its own."""
 
     async def open(self, answer, take_reward=None) -> Access:
@@ -60,7 +60,7 @@ async def three_turns_and_a_fork(access: Access) -> float:
     return 1.0
 
 
-def producer_of(engine, agent, *, most=4, audit_share=0.0, on_failure="error", **rollout):
+def producer_of(engine, agent, *, most=4, recheck_share=0.0, on_failure="error", **rollout):
     play = Play()
     sampling = SamplingParams(500)
     settings = replace(play.settings, max_context_len=2000, max_calls=CALLS)
@@ -72,7 +72,7 @@ def producer_of(engine, agent, *, most=4, audit_share=0.0, on_failure="error", *
     agents = Agents(
         AgentSection(agent="m:f", agent_on_failure=on_failure),
         settings,
-        Doors(),
+        ManySessions(),
         run,
         "--agent m:f",
     )
@@ -88,7 +88,7 @@ def producer_of(engine, agent, *, most=4, audit_share=0.0, on_failure="error", *
             keep_decoded=True,
             stats=agents.stats,
         ),
-        audit_share=audit_share,
+        recheck_share=recheck_share,
     )
     producer.agents = agents
     return producer

@@ -76,7 +76,7 @@ def producer(
         lambda: engine,
         prompt_for,
         Asking(SamplingParams(64), versions_stay=versions_stay),
-        audit_share=share,
+        recheck_share=share,
     )
 
 

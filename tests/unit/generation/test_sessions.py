@@ -48,7 +48,9 @@ def test_a_conversation_that_only_grows_is_one_sample():
     )
     assert sample.text == "(ok)it is 3" and sample.finish_reason == "stop"
     assert (sample.sample_id, sample.trajectory_id, sample.is_last_step) == (640, 640, True)
-    assert [(e[0], e[2] - e[1]) for e in sample.custody] == [(640, len(CALL) - 6)] * 2 + [(640, 12)]
+    assert [(e[0], e[2] - e[1]) for e in sample.token_ledger] == [(640, len(CALL) - 6)] * 2 + [
+        (640, 12)
+    ]
     assert play.session.counts["roots"] == 1 and not play.session.counts["forks"]
 
 
@@ -501,4 +503,4 @@ def test_any_tree_of_requests_is_trained_once_on_the_rows_of_one_prefill(actions
     for call in taken:
         assert call.chain.sample.token_ids[: call.start].tobytes() in sent
     assert len({s.sample_id for s in samples}) == len(samples)
-    assert json.dumps([list(entry) for s in samples for entry in s.custody or ()])
+    assert json.dumps([list(entry) for s in samples for entry in s.token_ledger or ()])

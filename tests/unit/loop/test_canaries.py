@@ -16,7 +16,7 @@ from r3train.host_group import join_ranks, leave_ranks
 from r3train.ids import split_uids
 from r3train.loop.canaries import Canaries, CANARY_FILE, NotServed
 from r3train.proof.writer import EvidenceWriter
-from r3train.types import CanaryReadings, RankTopology, Reading, ReplayEvidence
+from r3train.types import CanaryScores, RankTopology, ReplayEvidence, Scores
 from tests.unit.config.test_config import config
 from tests.unit.hf_model import facts
 
@@ -114,11 +114,11 @@ class Fleet:
         half, old = len(text) // 2, self.cached[server].get(key)
         log_probs, rows = said(text, self.weights[server])
         if not halved:
-            return CanaryReadings(None, None, Reading(log_probs, rows, 0))
+            return CanaryScores(None, None, Scores(log_probs, rows, 0))
         late = np.concatenate([[np.float32(0)], log_probs[half + 1 :]])
         self.cached[server][key] = True
-        early = Reading(late, rows, half if old else 0)
-        return CanaryReadings(early, Reading(late, rows, half), Reading(log_probs, rows, 0))
+        early = Scores(late, rows, half if old else 0)
+        return CanaryScores(early, Scores(late, rows, half), Scores(log_probs, rows, 0))
 
     def update(self, weights, flush=True):
         self.weights = [weights, weights]

@@ -8,20 +8,20 @@ import pytest
 from r3train.algo.gap_budget import gap_budget
 from r3train.loop.step_proof import canary_log_probs
 from r3train.proof.served_verdict import ServerRead
-from r3train.types import CanaryReadings, Reading
+from r3train.types import CanaryScores, Scores
 
 ROWS = np.zeros((7, 2, 2), np.uint8)
 
 
-def reading(log_probs: list[float], cached: int = 0) -> Reading:
-    return Reading(np.array(log_probs, np.float32), ROWS, cached)
+def reading(log_probs: list[float], cached: int = 0) -> Scores:
+    return Scores(np.array(log_probs, np.float32), ROWS, cached)
 
 
 def read(server: int, off: float, cold: float) -> tuple[ServerRead, list[np.ndarray]]:
     """A text of 8 tokens: the actor is ``off`` above the server, twice that by its own routers, the cache ``cold`` below."""
     whole = [0.0, -1.0, -2.0, -3.0, -4.0, -5.0, -6.0, -7.0]
     half = [0.0, *whole[5:]]
-    readings = CanaryReadings(
+    readings = CanaryScores(
         early=reading(half),
         warm=reading([0.0, *(x - cold for x in half[1:])], cached=4),
         whole=reading(whole),

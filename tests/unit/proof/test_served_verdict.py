@@ -21,7 +21,7 @@ from r3train.proof.served_verdict import (
     TESTS,
     within,
 )
-from r3train.types import CanaryReadings, Reading
+from r3train.types import CanaryScores, Scores
 
 LAYERS, EXPERTS, TOPK, VOCAB, TOKENS = (2, 3), 16, 3, 200, 120
 HALF = TOKENS // 2
@@ -31,7 +31,7 @@ NONE = Difference(0.0, 0, 8 * (TOKENS - 1))
 EXACT = CanaryNoise(NONE, 4e-7, 3e-6, 0.0, 0.0, 4000, 0)
 
 
-def readings(seed: int = 0, off: float = 0.0) -> list[CanaryReadings]:
+def readings(seed: int = 0, off: float = 0.0) -> list[CanaryScores]:
     """Of all texts; off: added to every log-prob."""
     random = np.random.default_rng(seed)
     found = []
@@ -42,8 +42,8 @@ def readings(seed: int = 0, off: float = 0.0) -> list[CanaryReadings]:
         late = log_probs[HALF:].copy()
         late[0] = 0
         found.append(
-            CanaryReadings(
-                Reading(late, rows, 0), Reading(late, rows, HALF), Reading(log_probs, rows, 0)
+            CanaryScores(
+                Scores(late, rows, 0), Scores(late, rows, HALF), Scores(log_probs, rows, 0)
             )
         )
     return found
@@ -82,7 +82,7 @@ def test_of(*records: ServedRecord) -> str:
 test_of.__test__ = False
 
 
-def changed(which: str, **fields) -> list[CanaryReadings]:
+def changed(which: str, **fields) -> list[CanaryScores]:
     """Readings of which the first text's is another in ``which``."""
     first, *rest = readings(7)
     return [replace(first, **{which: replace(getattr(first, which), **fields)}), *rest]
@@ -222,9 +222,9 @@ def test_log_probs_behind_a_row_of_other_experts_are_not_compared():
     rows[20, 1] = [13, 14, 15]
     log_probs = one.log_probs.copy()
     log_probs[21:] += 1
-    assert difference([(one, Reading(log_probs, rows, 0))], LAYERS) == Difference(0.0, 1, 238)
+    assert difference([(one, Scores(log_probs, rows, 0))], LAYERS) == Difference(0.0, 1, 238)
     log_probs[20] += 1
-    assert difference([(one, Reading(log_probs, rows, 0))], LAYERS).log_prob_off > 0.9
+    assert difference([(one, Scores(log_probs, rows, 0))], LAYERS).log_prob_off > 0.9
     assert difference([(one, other)], LAYERS).rows_differ > 200
     assert within(Difference(0.0, 2, 238), Difference(1e-6, 0, 952))
     assert not within(Difference(0.0, 1, 238), NONE)

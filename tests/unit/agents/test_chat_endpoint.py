@@ -1,4 +1,4 @@
-"""The door, asked by the unmodified openai client and by raw sockets."""
+"""The chat endpoint, asked by the unmodified openai client and by raw sockets."""
 
 import asyncio
 import gc
@@ -10,7 +10,7 @@ import orjson
 import pytest
 from aiohttp import web
 
-from r3train.agents.http import Door
+from r3train.agents.http import ChatEndpoint
 from r3train.chat.base import ChatRefused
 from tests.unit.agents.scripted import TOOL, Script, opened, until
 
@@ -98,14 +98,14 @@ async def test_an_answer_is_told_delivered_before_the_client_asks_on():
 
 async def test_a_marked_retry_joins_the_call_in_flight():
     script = Script()
-    async with opened(script) as (door, access):
+    async with opened(script) as (endpoint, access):
         script.may_answer.clear()
         asked = asyncio.create_task(_ask(_client(access, timeout=1.0, max_retries=5)))
-        await until(lambda: door.stats().get("retries_joined"))
+        await until(lambda: endpoint.stats().get("retries_joined"))
         script.may_answer.set()
         assert (await asked).choices[0].message.content == "0"
         assert len(script.requests) == 1 and script.told == [(0, True)]
-        assert "undelivered" not in door.stats()
+        assert "undelivered" not in endpoint.stats()
 
 
 async def test_a_marked_retry_gets_the_recorded_answer():
@@ -126,7 +126,7 @@ async def test_two_equal_requests_without_a_mark_are_two_calls():
 
 async def test_the_retries_of_two_equal_requests_get_both_answers():
     script = Script()
-    async with opened(script) as (door, access):
+    async with opened(script) as (endpoint, access):
         script.may_answer.clear()
         gone = [await _leave(access), await _leave(access)]
         await until(lambda: len(script.requests) == 2)
@@ -134,9 +134,9 @@ async def test_the_retries_of_two_equal_requests_get_both_answers():
             writer.close()
             await writer.wait_closed()
         first = asyncio.create_task(_post(access, retry=1))
-        await until(lambda: door.stats().get("retries_joined") == 1)
+        await until(lambda: endpoint.stats().get("retries_joined") == 1)
         second = asyncio.create_task(_post(access, retry=1))
-        await until(lambda: door.stats().get("retries_joined") == 2)
+        await until(lambda: endpoint.stats().get("retries_joined") == 2)
         script.may_answer.set()
         answers = [
             answer["choices"][0]["message"]["content"] for _, answer in (await first, await second)
@@ -154,7 +154,7 @@ async def test_an_unknown_retry_and_one_of_a_failed_call_ask_the_model():
 
 async def test_a_client_that_goes_away_does_not_cancel_and_its_answer_is_undelivered():
     script = Script()
-    async with opened(script) as (door, access):
+    async with opened(script) as (endpoint, access):
         script.may_answer.clear()
         writer = await _leave(access)
         await until(lambda: script.requests)
@@ -162,23 +162,23 @@ async def test_a_client_that_goes_away_does_not_cancel_and_its_answer_is_undeliv
         await writer.wait_closed()
         await asyncio.sleep(0.1)  # a cancellation would come now
         script.may_answer.set()
-        await until(lambda: door.stats().get("answers"))
+        await until(lambda: endpoint.stats().get("answers"))
         await asyncio.sleep(0.1)  # as would a delivery
         assert (script.cancelled, script.told) == (0, [])
-        await door.close(access.key)
-        assert script.told == [(0, False)] and door.stats()["undelivered"] == 1
+        await endpoint.close(access.key)
+        assert script.told == [(0, False)] and endpoint.stats()["undelivered"] == 1
 
 
 async def test_an_answer_that_its_client_left_goes_to_the_retry():
     script = Script()
-    async with opened(script, max_parallel=1) as (door, access):
+    async with opened(script, max_parallel=1) as (endpoint, access):
         script.may_answer.clear()
         writer = await _leave(access)
         await until(lambda: script.requests)
         writer.close()
         await writer.wait_closed()
         script.may_answer.set()
-        await until(lambda: door.stats().get("answers"))
+        await until(lambda: endpoint.stats().get("answers"))
         assert (await _post(access, retry=1))[0] == 200
         assert script.told == [(0, True)] and len(script.requests) == 1
         assert (await _post(access))[0] == 200  # a retry holds no slot
@@ -186,16 +186,16 @@ async def test_an_answer_that_its_client_left_goes_to_the_retry():
 
 async def test_an_answer_at_the_sessions_end_is_not_given_if_it_was_told_undelivered():
     script = Script()
-    async with opened(script) as (door, access):
+    async with opened(script) as (endpoint, access):
         ends = []
 
         async def answer(request):
             ends.append(
-                asyncio.ensure_future(door.close(second.key))
-            )  # runs before the door's handler
+                asyncio.ensure_future(endpoint.close(second.key))
+            )  # runs before the endpoint's handler
             return await script(request)
 
-        second = await door.open(answer)
+        second = await endpoint.open(answer)
         assert (await _post(second))[0] == 403
         await ends[0]
     assert script.told == [(0, False)]
@@ -203,12 +203,12 @@ async def test_an_answer_at_the_sessions_end_is_not_given_if_it_was_told_undeliv
 
 async def test_the_end_of_a_session_cancels_its_calls_and_refuses_its_key():
     script = Script()
-    async with opened(script) as (door, access):
+    async with opened(script) as (endpoint, access):
         script.may_answer.clear()
         client = _client(access)
         asked = asyncio.create_task(_ask(client))
         await until(lambda: script.requests)
-        await door.close(access.key)
+        await endpoint.close(access.key)
         with pytest.raises(openai.PermissionDeniedError, match="session_over"):
             await asked
         with pytest.raises(openai.PermissionDeniedError, match="session_over"):
@@ -218,14 +218,14 @@ async def test_the_end_of_a_session_cancels_its_calls_and_refuses_its_key():
 
 async def test_a_key_opens_its_own_session_only():
     one, other = Script({"content": "one"}), Script({"content": "other"})
-    async with opened(one) as (door, access):
-        second = await door.open(other)
+    async with opened(one) as (endpoint, access):
+        second = await endpoint.open(other)
         assert len(access.key) == len("sk-r3train-") + 48 and second.key != access.key
         assert (await _ask(_client(second))).choices[0].message.content == "other"
         assert (await _ask(_client(access))).choices[0].message.content == "one"
         with pytest.raises(openai.AuthenticationError, match="no session has this key"):
             await openai.AsyncOpenAI(base_url=access.base_url, api_key="sk-x").models.list()
-        await door.close(second.key)
+        await endpoint.close(second.key)
         assert (await _ask(_client(access))).choices[0].message.content == "1"
     assert (len(one.requests), len(other.requests)) == (2, 1)
 
@@ -261,7 +261,7 @@ async def test_more_requests_than_may_run_at_once_wait():
 
 async def test_a_request_whose_client_left_while_it_waited_asks_for_nothing():
     script = Script()
-    async with opened(script, max_parallel=1) as (door, access):
+    async with opened(script, max_parallel=1) as (endpoint, access):
         script.may_answer.clear()
         asked = asyncio.create_task(_post(access))
         await until(lambda: script.requests)
@@ -272,24 +272,24 @@ async def test_a_request_whose_client_left_while_it_waited_asks_for_nothing():
         await asyncio.sleep(0.1)
         script.may_answer.set()
         await asked
-        await until(lambda: door.stats().get("refused"))
+        await until(lambda: endpoint.stats().get("refused"))
     assert len(script.requests) == 1
 
 
 async def test_requests_that_wait_are_refused_at_the_end():
     script = Script()
-    async with opened(script, max_parallel=1) as (door, access):
+    async with opened(script, max_parallel=1) as (endpoint, access):
         script.may_answer.clear()
         asked = [asyncio.create_task(_post(access)) for _ in range(3)]
         await until(lambda: script.requests)
-        await door.close(access.key)
+        await endpoint.close(access.key)
         assert {status for status, _ in await asyncio.gather(*asked)} == {403}
     assert len(script.requests) == 1
 
 
 async def test_anthropics_clients_are_answered_in_their_form():
     script = Script(_MESSAGES[1], ChatRefused(400, "context_length_exceeded", "too long"))
-    async with opened(script) as (door, access):
+    async with opened(script) as (endpoint, access):
         body = {"model": "m", "max_tokens": 9, "system": "be", "messages": _ASK}
         headers = {"Authorization": "", "x-api-key": access.key}
         status, answer = await _post(access, orjson.dumps(body), path="/messages", headers=headers)
@@ -332,11 +332,11 @@ async def test_another_path_is_told_the_one_there_is(path):
 )
 async def test_a_bad_body_is_refused_in_openais_form(body, headers, status, what):
     script = Script()
-    async with opened(script) as (door, access):
+    async with opened(script) as (endpoint, access):
         got, answer = await _post(access, body, headers=headers)
         assert got == status and what in answer["error"]["message"]
         assert (await _post(access))[0] == 200
-        assert door.stats() == {"refused": 1, "answers": 1}
+        assert endpoint.stats() == {"refused": 1, "answers": 1}
 
 
 async def test_a_body_that_breaks_off_holds_no_slot():
@@ -355,23 +355,27 @@ async def test_a_body_that_breaks_off_holds_no_slot():
 
 
 async def test_ignored_fields_are_counted():
-    async with opened(Script()) as (door, access):
+    async with opened(Script()) as (endpoint, access):
         await _ask(_client(access), temperature=0.5, tool_choice="required")
         await _ask(_client(access), temperature=0.5)
-        assert door.stats() == {"answers": 2, "ignored_temperature": 2, "ignored_tool_choice": 1}
+        assert endpoint.stats() == {
+            "answers": 2,
+            "ignored_temperature": 2,
+            "ignored_tool_choice": 1,
+        }
 
 
 async def test_a_posted_reward_is_taken_where_it_may_be():
-    rewards, door = [], Door()
+    rewards, endpoint = [], ChatEndpoint()
     try:
-        taking, other = await door.open(Script(), rewards.append), await door.open(Script())
+        taking, other = await endpoint.open(Script(), rewards.append), await endpoint.open(Script())
         assert (await _post(taking, b"1.5", path="/r3train/reward"))[0] == 200
         assert (await _post(taking, b'{"a": 1}', path="/r3train/reward"))[0] == 200
         status, answer = await _post(taking, b"NaN", path="/r3train/reward")
         assert status == 400 and "expected a finite number" in answer["error"]["message"]
         assert (await _post(other, b"1", path="/r3train/reward"))[0] == 404
     finally:
-        await door.stop()
+        await endpoint.stop()
     assert rewards == [1.5, {"a": 1.0}]
 
 
@@ -379,7 +383,7 @@ async def test_a_port_that_is_taken_is_refused_in_one_line():
     async with opened(Script()) as (_, access):
         port = int(access.base_url.rsplit(":", 1)[1].removesuffix("/v1"))
         with pytest.raises(ValueError, match=f"--agent-port {port}: cannot listen there"):
-            await Door(port=port).start()
+            await ChatEndpoint(port=port).start()
 
 
 async def test_a_body_is_not_kept_beyond_its_answer():

@@ -1,8 +1,12 @@
-"""Custody of an agent's tokens: what the policy sampled and the agent got is trained, exactly once, and nothing else.
+"""The token ledger of an agent's session, by which custody is judged (proof/custody_verdict.py).
 
-A session's ledger has one entry for each call that was delivered: (sample id, first token, end, crc32 of the
-tokens up to the end).  It is written when an answer is complete, and is compared with the samples as they are
-trained.
+Custody: what the policy sampled and the agent got is trained exactly once, and nothing else is.  The ledger has one
+entry for each delivered call: (sample id, first token, end, crc32 of the tokens up to the end).  It is written when
+an answer is complete, and is compared with the samples as they are trained.
+
+Example: call 1 samples tokens 6..9 of sample 640.  Call 2 goes on from there and samples 12..14.  The ledger is
+[(640, 6, 10, crc32 of tokens 0..9), (640, 12, 15, crc32 of tokens 0..14)], and sample 640 must have its loss on
+tokens 6..9 and 12..14.
 """
 
 from __future__ import annotations
@@ -18,12 +22,12 @@ from msgspec import Meta
 
 from r3train.types import Amount, missing_marker, RolloutSample
 
-Entry = Sequence[int]
+LedgerEntry = Sequence[int]
 Checksum = Annotated[int, Meta(ge=-1, lt=1 << 32)]
 
 
 @dataclass(frozen=True, slots=True)
-class CustodySample:
+class TrainedSample:
     """A sample of a session as it is trained.
 
     with_loss: runs of tokens with loss, (first, end) each.  rows_lacking: rows without a single recorded slot, and
@@ -37,7 +41,7 @@ class CustodySample:
 
 
 @dataclass(frozen=True, slots=True)
-class CustodyCall:
+class DeliveredCall:
     """A call that was delivered: its sample, its tokens, and the crc32 of all tokens up to its end.
 
     sampled: as the answer came; trained: as the sample has them, -1 where there is no such sample.
@@ -51,12 +55,12 @@ class CustodyCall:
 
 
 @dataclass(frozen=True, slots=True)
-class SessionCustody:
-    """All that the custody of one session is judged by."""
+class SessionLedger:
+    """A session's delivered calls and its samples as they are trained: all that custody is judged by."""
 
     session: Amount  # id of its trajectory
-    calls: list[CustodyCall]
-    samples: list[CustodySample]
+    calls: list[DeliveredCall]
+    samples: list[TrainedSample]
 
     @property
     def num_tokens(self) -> int:
@@ -64,44 +68,44 @@ class SessionCustody:
         return sum(call.end - call.first for call in self.calls)
 
 
-def entry(sample: RolloutSample, start: int) -> tuple[int, int, int, int]:
+def ledger_entry(sample: RolloutSample, start: int) -> tuple[int, int, int, int]:
     """The ledger's entry for an answer, from token ``start`` to the sample's end."""
     return sample.sample_id, start, sample.num_tokens, _checksum(sample.token_ids)
 
 
-def custody_of(
-    session: int, samples: Sequence[RolloutSample], ledger: Sequence[Entry]
-) -> SessionCustody:
-    """Hold a session's samples against its ledger."""
-    of_id = {sample.sample_id: sample for sample in samples}
+def session_ledger(
+    session: int, samples: Sequence[RolloutSample], ledger: Sequence[LedgerEntry]
+) -> SessionLedger:
+    """Put a session's samples next to the entries of its ledger."""
+    samples_by_id = {sample.sample_id: sample for sample in samples}
     calls = []
-    for number, first, end, checksum in ledger:
-        sample = of_id.get(number)
+    for sample_id, first, end, checksum in ledger:
+        sample = samples_by_id.get(sample_id)
         trained = -1 if sample is None else _checksum(sample.token_ids[:end])
-        calls.append(CustodyCall(number, first, end, checksum, trained))
-    return SessionCustody(session, calls, [_as_trained(sample) for sample in samples])
+        calls.append(DeliveredCall(sample_id, first, end, checksum, trained))
+    return SessionLedger(session, calls, [_as_trained(sample) for sample in samples])
 
 
-def custody_of_samples(samples: Sequence[RolloutSample]) -> list[SessionCustody]:
-    """The custody of each session in a batch; its last sample has the ledger.  Samples of no session are left out."""
+def session_ledgers(samples: Sequence[RolloutSample]) -> list[SessionLedger]:
+    """Return each session of a batch: its last sample holds the ledger.  Samples of no session are left out."""
     found = []
     for session, steps in groupby(samples, key=lambda sample: sample.trajectory_id):
         steps = list(steps)
-        if steps[-1].custody is not None:
-            found.append(custody_of(session, steps, steps[-1].custody))
+        if steps[-1].token_ledger is not None:
+            found.append(session_ledger(session, steps, steps[-1].token_ledger))
     return found
 
 
-def problems(custody: SessionCustody) -> Iterator[str]:
+def ledger_problems(ledger: SessionLedger) -> Iterator[str]:
     """Yield what is wrong, each in a line that names its sample.
 
     Each call's request and answer must stand at the beginning of its sample, the tokens with loss must be those of
     the calls, each of one call, and every token but the last must have a row where routes are recorded.
     """
-    due: dict[int, list[tuple[int, int]]] = {sample.sample_id: [] for sample in custody.samples}
-    if len(due) < len(custody.samples):
-        yield f"session {custody.session}: two of its samples have one id"
-    for call in custody.calls:
+    due: dict[int, list[tuple[int, int]]] = {sample.sample_id: [] for sample in ledger.samples}
+    if len(due) < len(ledger.samples):
+        yield f"session {ledger.session}: two of its samples have one id"
+    for call in ledger.calls:
         name = f"sample {call.sample_id}"
         if call.sample_id not in due:
             yield f"{name} is not there, and {call.end - call.first} tokens were sampled for it"
@@ -111,7 +115,7 @@ def problems(custody: SessionCustody) -> Iterator[str]:
         if any(call.first < end and first < call.end for first, end in due[call.sample_id]):
             yield f"{name}: two calls sampled tokens between {call.first} and {call.end}"
         due[call.sample_id].append((call.first, call.end))
-    for sample in custody.samples:
+    for sample in ledger.samples:
         expected = sorted(due[sample.sample_id])
         if _joined(expected) != _joined(sample.with_loss):
             yield (
@@ -122,10 +126,10 @@ def problems(custody: SessionCustody) -> Iterator[str]:
             yield f"sample {sample.sample_id}: {sample.rows_lacking} rows are not there"
 
 
-def _as_trained(sample: RolloutSample) -> CustodySample:
+def _as_trained(sample: RolloutSample) -> TrainedSample:
     edges = np.flatnonzero(np.diff(sample.loss_mask.astype(np.int8), prepend=0, append=0))
     runs = [(int(a), int(b)) for a, b in edges.reshape(-1, 2)]
-    return CustodySample(sample.sample_id, sample.num_tokens, runs, _rows_lacking(sample))
+    return TrainedSample(sample.sample_id, sample.num_tokens, runs, _rows_lacking(sample))
 
 
 def _rows_lacking(sample: RolloutSample) -> int:

@@ -12,7 +12,7 @@ import pytest
 from tests.unit.generation.session_play import Play, user
 
 from r3train.audit.evidence_schema import SESSIONS
-from r3train.chat.custody import custody_of_samples, problems
+from r3train.chat.token_ledger import session_ledgers, ledger_problems
 from r3train.loop.rollout_file import read_samples, write_samples
 from r3train.proof.custody_verdict import CustodyRecord, judge_custody
 from r3train.proof.judge import StepVerdict
@@ -39,7 +39,7 @@ def with_mask(samples, place: int, change) -> list[RolloutSample]:
     return changed(samples, place, loss_mask=mask)
 
 
-def of_prefix(mask: np.ndarray, sample: RolloutSample) -> None:
+def train_prefix_too(mask: np.ndarray, sample: RolloutSample) -> None:
     mask |= sample.weight_versions >= 0  # a fork trains what its prefix sampled
 
 
@@ -60,11 +60,11 @@ def row_that_never_came(samples) -> list[RolloutSample]:
 
 
 def twice_in_the_ledger(samples) -> list[RolloutSample]:
-    return changed(samples, 1, custody=(*samples[1].custody, samples[1].custody[-1]))
+    return changed(samples, 1, token_ledger=(*samples[1].token_ledger, samples[1].token_ledger[-1]))
 
 
 def left_out_of_the_ledger(samples) -> list[RolloutSample]:
-    return changed(samples, 1, custody=samples[1].custody[:-1])
+    return changed(samples, 1, token_ledger=samples[1].token_ledger[:-1])
 
 
 PLANTED = {
@@ -76,7 +76,10 @@ PLANTED = {
         lambda s: with_mask(s, 0, lambda m, x: np.put(m, np.flatnonzero(~m)[-1], True)),
         "sample 640: tokens .* were sampled",
     ),
-    "a fork trains its prefix too": (lambda s: with_mask(s, 1, of_prefix), "sample 641: tokens"),
+    "a fork trains its prefix too": (
+        lambda s: with_mask(s, 1, train_prefix_too),
+        "sample 641: tokens",
+    ),
     "another history": (other_token, "sample 641 does not begin with the .* tokens of a call"),
     "a lost fork": (lambda s: s[1:], "sample 640 is not there, and .* tokens"),
     "two samples of one id": (
@@ -91,40 +94,41 @@ PLANTED = {
 
 
 def test_a_sound_session_has_no_problem_and_its_record_is_read_again():
-    [custody] = custody_of_samples(session())
-    assert list(problems(custody)) == []
-    record = CustodyRecord(custody.session, custody.calls, custody.samples, 3)
+    [ledger] = session_ledgers(session())
+    assert list(ledger_problems(ledger)) == []
+    record = CustodyRecord(ledger.session, ledger.calls, ledger.samples, 3)
     line = msgspec.json.encode({"attempt": "x", **msgspec.to_builtins(record)})
-    assert list(problems(SESSIONS.decode(line))) == []
+    assert list(ledger_problems(SESSIONS.decode(line))) == []
     verdict = judge_custody([record])
-    assert (verdict.verdict, verdict.sessions, verdict.tokens) == ("passed", 1, custody.num_tokens)
+    assert (verdict.verdict, verdict.sessions, verdict.tokens) == ("passed", 1, ledger.num_tokens)
     assert judge_custody([]) is None
 
 
-@pytest.mark.parametrize("plant, said", PLANTED.values(), ids=PLANTED)
-def test_a_planted_bug_is_said(plant, said):
-    [custody] = custody_of_samples(plant(session()))
-    found = list(problems(custody))
-    assert found and any(re.search(said, text) for text in found), found
-    assert judge_custody([custody]).verdict == "failed"
+@pytest.mark.parametrize("plant, message", PLANTED.values(), ids=PLANTED)
+def test_a_planted_bug_is_said(plant, message):
+    [ledger] = session_ledgers(plant(session()))
+    found = list(ledger_problems(ledger))
+    assert found and any(re.search(message, text) for text in found), found
+    assert judge_custody([ledger]).verdict == "failed"
 
 
-def test_samples_of_no_session_have_no_custody():
-    samples = [replace(s, custody=None) for s in session()]
-    assert custody_of_samples(samples) == []
+def test_samples_of_no_session_have_no_ledger():
+    samples = [replace(s, token_ledger=None) for s in session()]
+    assert session_ledgers(samples) == []
 
 
 def test_a_step_whose_custody_failed_has_failed_and_says_so():
-    [custody] = custody_of_samples(PLANTED["a fork trains its prefix too"][0](session()))
-    verdict = StepVerdict(3, [], [], None, {}, custody=judge_custody([custody]))
+    [ledger] = session_ledgers(PLANTED["a fork trains its prefix too"][0](session()))
+    verdict = StepVerdict(3, [], [], None, {}, custody=judge_custody([ledger]))
     assert not verdict.passed
     kind, text = verdict.failed_claim()
     assert kind == "replay" and "R3 check failed at step 3:\n  custody: sample 641: tokens" in text
     assert replace(verdict, custody=None).passed
 
 
-def test_the_custody_of_a_session_survives_a_file(tmp_path):
+def test_the_ledger_of_a_session_survives_a_file(tmp_path):
     write_samples(tmp_path / "s", [(sample, 1.0) for sample in session()], {})
+    assert b"custody" in (tmp_path / "s").read_bytes()  # the field's name in files of all versions
     samples = [sample for sample, _ in read_samples(tmp_path / "s")[0]]
-    [custody] = custody_of_samples(samples)
-    assert list(problems(custody)) == [] and len(custody.calls) == 3
+    [ledger] = session_ledgers(samples)
+    assert list(ledger_problems(ledger)) == [] and len(ledger.calls) == 3
