@@ -22,9 +22,9 @@ from r3train.types import RolloutSample
 
 # (groups, rewards, algorithm) -> float[T] for each sample of each group.
 # groups: [G][samples], the whole rollout.  rewards: float64[G, n], one for each episode of a group.
-# One that is marked ``tools.reads_token_rewards`` is called with these too where there are any.
+# One that is marked ``building_blocks.reads_token_rewards`` is called with these too where there are any.
 # A sample is an episode, unless --environment-samples is turn: then an episode has a sample for
-# each turn, and episodes are in the order of their first samples (``tools.spread`` knows it).
+# each turn, and episodes are in the order of their first samples (``building_blocks.spread`` knows it).
 AdvantageEstimator = Callable[
     [Sequence[Sequence[RolloutSample]], np.ndarray, AlgorithmSection], list[list[np.ndarray]]
 ]
