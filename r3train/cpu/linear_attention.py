@@ -1,7 +1,7 @@
 """The kernels of flash-linear-attention that Megatron's gated delta net calls, in plain torch.
 
 The library has triton kernels only.  Names, arguments and results are those of flash-linear-attention 0.5.2, as far
-as megatron-core 0.19.2 asks for them.  ``tests/kernels/test_linear_attention.py`` compares them with the library's.
+as megatron-core 0.19.2 asks for them.  tests/rehearsal compares them with the library's.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Both transports take an iterator of (HF name, full tensor) on one rank.  At the end every server
 holds those weights under a new version label.  With pipeline stages each stage's first rank broadcasts
-its own, by a publisher of its own (``loop.stages``).
+its weights, by a publisher of its own (``loop.stage_weight_sync``).
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from r3train.families.tiny_options import TinyModel, TinyOptions
 from r3train.families.weights import ModelWeights, Shape
 
 # modules of this room that are no family
-_SHARED = ("checks", "family", "rows", "tiny_options", "transformer", "weights")
+_SHARED = ("checks", "family", "weight_rows", "tiny_options", "transformer", "weights")
 
 
 def _registered() -> dict[str, Family]:

@@ -74,7 +74,7 @@ class Weight:
     """A kind of parameter, or of buffer.
 
     ``name``: in Megatron's local layers, from the layer on.  ``te_name``: in Transformer Engine's, if another.
-    An expert's is "mlp.experts.linear_fc1.weight"; both specs' names follow (``megatron_names``).
+    An expert's is "mlp.experts.linear_fc1.weight"; both specs' names follow (``weight_layout.TensorNames``).
     ``parts``: part -> rows, in Megatron's order.  ``columns``: the other axes; () is a vector.
     ``sharded``: the axis that tensor ranks share ("" where each rank has all); an expert's are the expert-tensor
     ranks.  ``groups``: the rows alternate so often, and are cut through all parts at once, also of one group; rows without

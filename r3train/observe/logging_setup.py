@@ -42,7 +42,7 @@ def setup_logging(
     Rank 0 also puts our own warnings and anybody's errors on the terminal.  On the other ranks
     stdout and stderr themselves go to the file, prints of C++ code included; an uncaught error
     there still leaves one line on the terminal that names the rank and the file.
-    in_parts: what was written becomes compressed parts next to the file, as of ``data.parts``.
+    in_parts: what was written becomes compressed parts next to the file, as ``data.rotated_files`` makes them.
     Call it once per process, after the imports of megatron and transformers (their loggers lose
     their own terminal handlers then), and close the result in tests.
     Raises ValueError for a level that logging does not know.

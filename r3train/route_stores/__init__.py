@@ -6,5 +6,5 @@
              ranks of its data-parallel group their slices
 
 A handle array is cut, merged, padded and packed like the rows that it stands for, so nothing outside
-this folder knows which of the two it holds.  ``RouteStores`` implements ``loop.routes.Routes``.
+this folder knows which of the two it holds.  ``RouteStores`` implements ``loop.route_transport.Routes``.
 """
