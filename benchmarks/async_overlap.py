@@ -25,7 +25,7 @@ from r3train.engine.client import SGLangClient
 from r3train.engine.control import EngineControl
 from r3train.engine.server import SGLangServer
 from r3train.generation.producer import Producer
-from r3train.generation.rollout_task import Asking
+from r3train.generation.rollout_task import RequestSettings
 from r3train.verify.tiny import TinyOptions
 from r3train.types import Prompt, RouteShape
 
@@ -78,7 +78,7 @@ def run(addr: str, staleness: int, train_s: float, mode: str) -> dict[str, float
             rollout,
             lambda: SGLangClient([addr], routes=routes),
             prompt_for,
-            Asking(SamplingParams(_RESPONSE, ignore_eos=True)),
+            RequestSettings(SamplingParams(_RESPONSE, ignore_eos=True)),
         ) as producer:
             producer.next_batch(0)
             began, before = time.monotonic(), producer.stats()

@@ -158,7 +158,7 @@ class RouteShape:
 
 
 class RowClass(IntEnum):
-    """How the server produced a row of routes.
+    """Origin of a row of routes: how the server produced it.
 
     DECODED: while its token was sampled.  PREFILLED: in the prefill of a request.
     PREFILLED_AGAIN: in the prefill of a request that goes on with tokens which older weights sampled, after an

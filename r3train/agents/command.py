@@ -57,7 +57,11 @@ async def run_command(
         "OPENAI_AGENTS_DISABLE_TRACING": "1",  # traces would go to OpenAI, with the key
     }
     starting = asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "r3train.agents.guard", str(os.getpid()), *command),
+        sys.executable,
+        "-m",
+        "r3train.agents.guard",
+        str(os.getpid()),
+        *command,
         cwd=work,
         env=environment,
         stdin=asyncio.subprocess.DEVNULL,
@@ -79,8 +83,8 @@ async def run_command(
     finally:
         await _end(guard)
     if code:
-        how = f"exit code {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
-        raise _failed(f"ended with {how}", command, tail)
+        cause = f"exit code {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
+        raise _failed(f"ended with {cause}", command, tail)
     try:
         return read_reward_file(reward_file)
     except ValueError as error:
@@ -118,5 +122,5 @@ async def _to_its_end(
 
 def _failed(what: str, command: Sequence[str], tail: bytearray) -> AgentFailed:
     lines = tail.decode(errors="replace").splitlines()[-_TAIL_LINES:]
-    said = "it wrote nothing" if not lines else "its last lines:\n" + "\n".join(lines)
-    return AgentFailed(f"--agent-command {shlex.join(command)[:200]}: {what}; {said}")
+    output = "it wrote nothing" if not lines else "its last lines:\n" + "\n".join(lines)
+    return AgentFailed(f"--agent-command {shlex.join(command)[:200]}: {what}; {output}")

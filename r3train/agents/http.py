@@ -218,15 +218,15 @@ class ChatEndpoint:
             if not _is_connected(request):
                 raise ConnectionError("its client is gone")
             retries = request.headers.get("x-stainless-retry-count")
-            asked = dialect.read_request(await request.read(), retries)
+            chat_call = dialect.read_request(await request.read(), retries)
             if session.is_over:
                 raise _session_over()
-            call = session.to_join(asked.request.digest) if asked.request.retry else None
+            call = session.to_join(chat_call.request.digest) if chat_call.request.retry else None
             if call is not None:
                 self._counts["retries_joined"] += 1
                 session.slots.release()
             else:
-                call = self._begin(session, dialect, asked)
+                call = self._begin(session, dialect, chat_call)
         finally:
             if call is None:
                 session.slots.release()
@@ -246,11 +246,11 @@ class ChatEndpoint:
             await response.write_eof()
         return response
 
-    def _begin(self, session: _Session, dialect: _Dialect, asked: ChatCall) -> _Call:
+    def _begin(self, session: _Session, dialect: _Dialect, chat_call: ChatCall) -> _Call:
         """Start a call of the model, which holds a slot of its session until it ends."""
-        self._counts.update(f"ignored_{name}" for name in asked.request.ignored)
-        call = _Call(asyncio.create_task(_answered(session.answer, dialect, asked)))
-        same = session.calls.setdefault(asked.request.digest, [])
+        self._counts.update(f"ignored_{name}" for name in chat_call.request.ignored)
+        call = _Call(asyncio.create_task(_answered(session.answer, dialect, chat_call)))
+        same = session.calls.setdefault(chat_call.request.digest, [])
         same.append(call)
 
         def ended(task: asyncio.Task) -> None:
@@ -292,17 +292,17 @@ class ChatEndpoint:
 
 
 async def _answered(
-    answer: Answer, dialect: _Dialect, asked: ChatCall
+    answer: Answer, dialect: _Dialect, chat_call: ChatCall
 ) -> tuple[bytes, str, Callable[[bool], None]]:
     """The body of an answer, its type, and what is told whether the client got it; raises ChatRefused.
 
     What else fails is in the log: the client is told so with a status that it does not retry.
     """
     try:
-        given, commit = await answer(asked.request)
-        if asked.stream:
-            return dialect.answer_events(given, asked), "text/event-stream", commit
-        return dialect.answer_json(given, asked), "application/json", commit
+        chat_answer, commit = await answer(chat_call.request)
+        if chat_call.stream:
+            return dialect.answer_events(chat_answer, chat_call), "text/event-stream", commit
+        return dialect.answer_json(chat_answer, chat_call), "application/json", commit
     except ChatRefused:
         raise
     except Exception as error:

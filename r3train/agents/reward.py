@@ -64,13 +64,13 @@ def read_reward_file(path: Path) -> Reward | None:
         raise ValueError(f"{path}: {error}") from None
 
 
-def _finite(value: Any, of: str = "") -> float:
+def _finite(value: Any, name: str = "") -> float:
     if not isinstance(value, (int, float)) or isinstance(value, bool):
-        raise ValueError(f"the reward{of} {quoted(value)}: expected a number")
+        raise ValueError(f"the reward{name} {quoted(value)}: expected a number")
     try:
         number = float(value)
     except OverflowError:
         number = math.inf
     if not math.isfinite(number):
-        raise ValueError(f"the reward{of} {quoted(value)}: expected a finite number")
+        raise ValueError(f"the reward{name} {quoted(value)}: expected a finite number")
     return number

@@ -235,7 +235,7 @@ def class_sums(rows: LossRows) -> dict[str, Tensor]:
 
 
 def is_group_sum(name: str) -> bool:
-    """Return True for a sum of one age or class, which is divided by its own count and not by the step's loss tokens."""
+    """Return True for a sum of one age or class: it is divided by its own count, not by the step's loss tokens."""
     kind, _, age = name.partition(_AGE)
     if kind in (*_AGE_SUMS, *_SAMPLE_SUMS) and age.isdecimal():
         return True

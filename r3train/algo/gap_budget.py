@@ -1,6 +1,7 @@
 """The gap between server and actor as a budget: how much of it each cause made, at every step.
 
-A token's gap d is the actor's log-prob less the server's.  Between the two stand other scores of the same tokens by the same policy:
+A token's gap d is the actor's log-prob less the server's.  Between the two stand other scores of the
+same tokens by the same policy:
 
     server     as it was sampled -> as the same server computes it again
     kernels    the server -> the actor at equal weights, with the server's experts replayed
@@ -14,8 +15,8 @@ pass over the batch.
 
 A part is measured by its k1, k3 and mean |d|.  k1 adds up along the chain.  k3 is half the mean square of a
 small d: it adds up for causes that are independent of each other, and is what shares are made of.  Neighbours in the
-chain are not quite: both have the rounding of the scores between them, with opposite signs, and where rounding is all there is
-they add up to more than the gap.  So much is taken off them (``_without_shared``).  Means of |d| do not add up.
+chain are not quite: both have the rounding of the scores between them, with opposite signs, and where rounding is all
+there is they add up to more than the gap.  So much is taken off them (``_without_shared``).  Means of |d| do not add up.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _TOTAL, _AGE = "train/log_prob_gap_", "_age_"
 
 @dataclass(frozen=True, slots=True)
 class CanaryLogProbs:
-    """Log-probs of the canary texts at one weight version, as servers and actor score them: float[N] of the same tokens.
+    """Log-probs of the canary texts at one weight version, scored by servers and actor: float[N] of the same tokens.
 
     server: without a cached token; actor: with the server's experts replayed; live: by its own routers.
     early, warm: of the texts' later halves, on an empty cache and on the cached first half.  None is not measured.

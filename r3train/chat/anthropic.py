@@ -85,13 +85,13 @@ def error_json(refused: ChatRefused) -> bytes:
 
 def _messages(fields: dict[str, Any]) -> list[Message]:
     """The messages in OpenAI's form, the system's first."""
-    given = fields.get("messages")
-    if not isinstance(given, list):
-        raise _refused(f"messages {quoted(given)}: expected a list of messages")
+    value = fields.get("messages")
+    if not isinstance(value, list):
+        raise _refused(f"messages {quoted(value)}: expected a list of messages")
     made: list[Message] = []
     if fields.get("system"):
         made.append({"role": "system", "content": fields["system"]})
-    for index, message in enumerate(given):
+    for index, message in enumerate(value):
         where = f"messages[{index}]"
         role = message.get("role") if isinstance(message, dict) else None
         if role not in ("user", "assistant"):
@@ -149,12 +149,12 @@ def _assistants(blocks: list[dict[str, Any]], where: str) -> Message:
     return made
 
 
-def _tools(given: Any) -> Any:
+def _tools(value: Any) -> Any:
     """Tools in OpenAI's form; those that Anthropic's servers run are refused."""
-    if not isinstance(given, list):
-        return given
+    if not isinstance(value, list):
+        return value
     made = []
-    for index, tool in enumerate(given):
+    for index, tool in enumerate(value):
         if not isinstance(tool, dict) or tool.get("type") not in (None, "custom"):
             raise _refused(f"tools[{index}] {quoted(tool)}: expected a tool of the client's own")
         function = {"name": tool.get("name"), "parameters": tool.get("input_schema")}

@@ -190,8 +190,10 @@ def ignored_fields(
 
 def _is_one_of(value: Any, accepted: tuple[Any, ...]) -> bool:
     """True for a JSON value among others; 1 and true are two."""
-    same_kind = (other for other in accepted if isinstance(value, bool) == isinstance(other, bool))
-    return any(value == other for other in same_kind)
+    same_kind = (
+        choice for choice in accepted if isinstance(value, bool) == isinstance(choice, bool)
+    )
+    return any(value == choice for choice in same_kind)
 
 
 def _head(kind: str, call: ChatCall) -> dict[str, Any]:

@@ -26,15 +26,15 @@ _SIZES += ("expert_model_parallel", "expert_tensor_parallel")
 
 
 def requirements_of(name: str) -> tuple[Requirement, ...]:
-    """Return what a setting asks of others: what its section's fields all ask, then what it asks itself."""
+    """Return the requirements of a setting: those of every field of its section, then those of its own annotation."""
     place = _PLACES[name]
     every = RunConfig.model_fields[place.section].annotation.every_field
-    own = (mark for mark in place.info.metadata if isinstance(mark, Requirement))
-    return (*(asked for asked in every if name not in asked.but), *own)
+    annotated = (mark for mark in place.info.metadata if isinstance(mark, Requirement))
+    return (*(asked for asked in every if name not in asked.but), *annotated)
 
 
 class Broken(NamedTuple):
-    """A broken rule: of a field, or of a method of its section, which has neither name nor requirement."""
+    """A broken rule.  Rules written as methods of a section have no name, asked and condition."""
 
     section: str
     complaint: str
@@ -44,7 +44,7 @@ class Broken(NamedTuple):
 
 
 def broken(config: RunConfig) -> Iterator[Broken]:
-    """Yield each rule between settings that is broken.  A setting that must go is asked nothing else."""
+    """Yield each broken rule between settings.  A setting that fails an ``excludes`` rule is not checked further."""
     for section, info in RunConfig.model_fields.items():
         for name in info.annotation.model_fields:
             found = [

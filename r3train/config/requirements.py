@@ -182,7 +182,7 @@ def only_with(text: str, when: str = "") -> Requirement:
 
 
 def excludes(text: str, when: str = "", but: tuple[str, ...] = ()) -> Requirement:
-    """The setting goes with none of the conditions.  A field that must go is asked nothing else."""
+    """The setting goes with none of the conditions.  A setting that breaks this rule is not checked further."""
     return _requirement("cannot go with", text, when, but)
 
 

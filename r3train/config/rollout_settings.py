@@ -20,7 +20,9 @@ _LOWEST_TEMPERATURE = 1e-6
 # SGLang 0.5.23 (scheduler.py): it says which tokens it kept of at most so many
 _KEPT_TOKENS_FLAG, _MOST_KEPT_TOKENS = "sampling_mask_max_tokens", 4096
 _NEVER_FIT = "training would wait for groups that never fit"
-_OF_LOCAL_SERVERS = excludes("rollout_external_engine_addrs: it is of our local servers: give one")
+_LOCAL_SERVERS_ONLY = excludes(
+    "rollout_external_engine_addrs: it configures servers that r3train starts; give one of the two"
+)
 _KEPT = (
     "rollout_top_k > 1: SGLang says which tokens it kept only if their number is limited, and without them"
     " every ratio would be wrong and no metric show it; 1 is greedy decoding"
@@ -86,7 +88,9 @@ class RolloutSection(Section):
     GPUs; else no limit."""
     sglang_server_concurrency: Annotated[
         int | None,
-        excludes("rollout_max_concurrency: that is for all servers, this for each: give one"),
+        excludes(
+            "rollout_max_concurrency: one limits all servers together, the other each; give one of the two"
+        ),
     ] = Field(default=None, ge=1)
     """Requests in flight at once for each server; unset: 64."""
     rollout_max_concurrency: int | None = Field(default=None, ge=1)
@@ -156,7 +160,7 @@ class RolloutSection(Section):
     """SGLang server of the teacher, as http://HOST:PORT (--opd-type sglang)."""
     rollout_num_engines: Annotated[
         int,
-        _OF_LOCAL_SERVERS,
+        _LOCAL_SERVERS_ONLY,
     ] = Field(default=1, ge=1)
     """Servers to start.  A prompt goes with all its samples to the least loaded one."""
     environment: Annotated[str | None, excludes("learns_conversations: nothing is generated")] = (
@@ -197,7 +201,7 @@ class RolloutSection(Section):
     generate."""
     rollout_server_env: Annotated[
         tuple[str, ...],
-        _OF_LOCAL_SERVERS,
+        _LOCAL_SERVERS_ONLY,
     ] = Field(default=(), strict=False)
     """Names of environment variables that servers inherit besides the usual ones (docs/security.md)."""
     sglang: dict[str, ServerScalar | list[ServerScalar]] = {}
@@ -295,7 +299,7 @@ class RolloutSection(Section):
         return min(self.max_concurrency, self.buffer_groups * self.n_samples_per_prompt)
 
     def pool_needed(self, longest_prompt: int) -> int:
-        """Tokens of KV cache for all requests in flight at their full length, as nobody shares."""
+        """KV tokens that are needed if all requests in flight reach their full length and share no prefix."""
         return self.most_in_flight * self.longest_sample(longest_prompt)
 
     def pool_facts(self, pool_tokens: int | None, longest_prompt: int) -> str:

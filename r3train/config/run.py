@@ -62,7 +62,7 @@ class RunSection(Section):
     profile_step_start: Annotated[int, _PROFILED] = Field(default=10, ge=0)
     """First rollout that is profiled, counted from 0 as in metrics.jsonl."""
     profile_step_end: Annotated[int, _PROFILED] = Field(default=12, ge=1)
-    """First rollout after those that are profiled."""
+    """Rollout at which profiling stops; it is not profiled."""
     profile_ranks: Annotated[tuple[int, ...], _PROFILED] = Field(default=(0,), strict=False)
     """Ranks that are profiled."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"

@@ -58,10 +58,10 @@ def load_conversations(
         begin, end = np.asarray(tokens["offset_mapping"], dtype=np.int64).reshape(-1, 2).T
         mask = np.zeros(len(token_ids), dtype=bool)
         for start, stop in spans:
-            whole = (begin >= start) & (end <= stop) & (end > begin)
+            inside = (begin >= start) & (end <= stop) & (end > begin)
             # a byte-level tokenizer that trims its offsets gives spaces alone the place after them
             spaces = (begin == end) & (start < begin) & (begin <= stop)
-            mask |= _up_to_stop(token_ids, whole | spaces, stop_token_ids)
+            mask |= _up_to_stop(token_ids, inside | spaces, stop_token_ids)
         if not mask.any():
             raise ValueError(
                 f"{record.where}: key {data.input_key}: no token of an assistant's to train"

@@ -68,10 +68,10 @@ def cut_truncated_line(path: Path) -> None:
         return
     with open_regular(path) as file:
         size = file.seek(0, os.SEEK_END)
-        whole = _end_of_last_line(file, size)
-    if whole < size:
+        num_bytes = _end_of_last_line(file, size)
+    if num_bytes < size:
         logger.warning("%s ended in a truncated line; it was cut off", path)
-        os.truncate(path, whole)
+        os.truncate(path, num_bytes)
 
 
 def _end_of_last_line(file: BinaryIO, size: int) -> int:

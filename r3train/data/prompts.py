@@ -272,8 +272,10 @@ def chat_text(
 
     asks: end with the words that ask for an answer.
     """
-    own = None if data.tool_key is None else _tools(record, data.tool_key)
-    return _whole(template.text(messages, own, asks=asks, where=record.where), record)
+    tools = None if data.tool_key is None else _tools(record, data.tool_key)
+    return _without_surrogates(
+        template.text(messages, tools, asks=asks, where=record.where), record
+    )
 
 
 def _prompt_text(record: Record, data: DataSection, template: ChatTemplate | None) -> str:
@@ -288,13 +290,13 @@ def _prompt_text(record: Record, data: DataSection, template: ChatTemplate | Non
     if isinstance(value, str) and not value.strip() or value == []:
         raise ValueError(f"{record.where}: key {key}: the prompt is empty")
     if template is None:
-        return _whole(value, record)
+        return _without_surrogates(value, record)
     messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
     messages = require_messages(record, key, messages, "text or ")
     return chat_text(record, messages, template, data)
 
 
-def _whole(text: str, record: Record) -> str:
+def _without_surrogates(text: str, record: Record) -> str:
     """Return a text that tokenizers take; raises ValueError for half of a surrogate pair."""
     try:
         text.encode()

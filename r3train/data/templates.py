@@ -151,12 +151,12 @@ class ChatTemplate:
         answer = {"role": "assistant", "content": _STAND_IN, "tool_calls": list(calls)}
         before = [{"role": "user", "content": "."}, answer]
         text = self._rendered("a reply", before, False, self.tools)
-        whole = self._rendered("a reply", [*before, *messages], True, self.tools)
-        if not whole.startswith(text):
+        rendered = self._rendered("a reply", [*before, *messages], True, self.tools)
+        if not rendered.startswith(text):
             raise ValueError(
                 "a reply: the chat template changes a call when messages of role tool follow it"
             )
-        return text, whole[len(text) :]
+        return text, rendered[len(text) :]
 
     def _called(self, messages: Sequence[dict[str, Any]], error: ValueError) -> str:
         """The name of the one tool whose answers begin the messages; raises ValueError if it is unknown.
@@ -199,12 +199,12 @@ class ChatTemplate:
     def _rendered(
         self, where: str, messages: Sequence[dict[str, Any]], asks: bool, tools: Sequence[Any]
     ) -> str:
-        given = dict(self.data.apply_chat_template_kwargs)
+        arguments = dict(self.data.apply_chat_template_kwargs)
         if tools:
-            given["tools"] = list(tools)
+            arguments["tools"] = list(tools)
         try:
             return self.tokenizer.apply_chat_template(
-                list(messages), add_generation_prompt=asks, tokenize=False, **given
+                list(messages), add_generation_prompt=asks, tokenize=False, **arguments
             )
         except Exception as error:  # a template is a program: it may raise anything
             raise ValueError(f"{where}: the chat template fails: {error}") from error
@@ -318,12 +318,12 @@ class SessionTemplate:
     ) -> str | None:
         """Tell why this way is wrong for an answer and the messages after it; None where it is right."""
         try:
-            whole = self.whole_text([_ASKS, _SAYS, _ASKS, answer, *new], tools)
-            if any(message["content"] not in whole for message in new):
+            rendered = self.whole_text([_ASKS, _SAYS, _ASKS, answer, *new], tools)
+            if any(message["content"] not in rendered for message in new):
                 return "the chat template does not write messages of role tool"
             written = replace(self.chat, tools=tools).text_behind(*self._plain(answer, new))
         except ValueError as error:
             return str(error)
-        if not whole.endswith(written):
+        if not rendered.endswith(written):
             return "the chat template writes messages after an answer otherwise than after a stand-in for it"
         return None

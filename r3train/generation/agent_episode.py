@@ -111,15 +111,15 @@ class AgentEpisode:
         access = await agents.endpoint.open(session.answer, take)
         working = asyncio.ensure_future(agents.run(access, prompt))
         failure: str | None = None
-        given: Any = None
+        reward_given: Any = None
         try:
             await asyncio.wait({working, broken}, return_when=asyncio.FIRST_COMPLETED)
             if broken.done():
                 await broken
-            given = await working
-            if given is None and posted:
-                given = posted[-1]
-            reward = None if given is None else _finite(given)
+            reward_given = await working
+            if reward_given is None and posted:
+                reward_given = posted[-1]
+            reward = None if reward_given is None else _finite(reward_given)
         except AgentFailed as error:
             failure = str(error)
         finally:
@@ -133,18 +133,18 @@ class AgentEpisode:
         if failure is None and not samples:
             failure = "it never called the model"
         if not self.evaluates:
-            self._tell(session, samples, time.monotonic() - began, given, failure)
+            self._tell(session, samples, time.monotonic() - began, reward_given, failure)
         if failure is None:
             return samples, reward
-        what = f"prompt {prompt.prompt_id}, sample {sample_id}: {agents.name} failed: {failure}"
+        message = f"prompt {prompt.prompt_id}, sample {sample_id}: {agents.name} failed: {failure}"
         if agents.settings.agent_on_failure == "error":
-            raise ValueError(what)
+            raise ValueError(message)
         if self.evaluates:
             nothing = stitch.begin(prompt, sample_id=sample_id, group_id=NO_GROUP)
             return samples or [nothing], agents.settings.agent_failure_reward
         if agents.settings.agent_on_failure == "train" and samples:
             return samples, agents.settings.agent_failure_reward
-        raise EpisodeDropped("agent", what)
+        raise EpisodeDropped("agent", message)
 
     def _tell(
         self,

@@ -310,9 +310,9 @@ class GroupBuffer:
                 )
             group = Group(saved["group_id"], prompt, saved["attempt"])
             for place, count in saved["places"]:
-                of_place = state.samples[start : start + count]
+                place_samples = state.samples[start : start + count]
                 group.samples[place] = [
-                    (replace(sample, prompt=prompt), r) for sample, r in of_place
+                    (replace(sample, prompt=prompt), r) for sample, r in place_samples
                 ]
                 start += count
             group.started_version = _oldest(group)
@@ -333,5 +333,5 @@ def _next_line(prompt_id: str) -> str:
 
 def _oldest(group: Group) -> int | None:
     versions = [oldest_version(sample) for sample, _ in group.scored()]
-    known = [version for version in versions if version is not None]
-    return min(known) if known else group.started_version
+    known_versions = [version for version in versions if version is not None]
+    return min(known_versions) if known_versions else group.started_version

@@ -117,20 +117,20 @@ class Conversation:
 
     def _observed(self, result: StepResult, step: str, last: int) -> list[int]:
         """The tokens of an observation; last: the turn's last token."""
-        given = result.observation
-        if isinstance(given, str):
-            return self.encode(given)
-        if isinstance(given, Sequence) and all(isinstance(i, int) for i in given):
-            return list(given)
-        if not are_messages(given):
+        observation = result.observation
+        if isinstance(observation, str):
+            return self.encode(observation)
+        if isinstance(observation, Sequence) and all(isinstance(i, int) for i in observation):
+            return list(observation)
+        if not are_messages(observation):
             raise ValueError(
-                f"{step} gave the observation {quoted(given)}, which is no text, no tokens and no"
+                f"{step} gave the observation {quoted(observation)}, which is no text, no tokens and no"
                 " messages with role and content"
             )
         if self.reply is None:
             raise ValueError(f"{step} answers with messages, which need --apply-chat-template")
-        with running_user_code(f"{step} gave the observation {quoted(given)}"):
-            return self.reply(given, last)
+        with running_user_code(f"{step} gave the observation {quoted(observation)}"):
+            return self.reply(observation, last)
 
 
 def _finite(reward: float, step: str) -> float:
@@ -147,8 +147,8 @@ def _one_turn(
     sample: RolloutSample, index: int, start: int, end: int, num_answers: int, *, is_last: bool
 ) -> RolloutSample:
     """Cut out one turn as a sample whose prompt is all that precedes the turn."""
-    own = np.zeros(end, dtype=bool)
-    own[start:] = True
+    turn_mask = np.zeros(end, dtype=bool)
+    turn_mask[start:] = True
     routes, kept, chosen = sample.routed_experts, sample.mask_counts, sample.indexer_topk
     if chosen is not None:
         # the rows are the sample's last
@@ -159,8 +159,8 @@ def _one_turn(
         sample_id=sample.sample_id + index,
         token_ids=sample.token_ids[:end],
         prompt_len=start,
-        loss_mask=own,
-        rollout_log_probs=np.where(own, sample.rollout_log_probs[:end], np.float32(0)),
+        loss_mask=turn_mask,
+        rollout_log_probs=np.where(turn_mask, sample.rollout_log_probs[:end], np.float32(0)),
         routed_experts=None if routes is None else routes[: end - 1],
         weight_versions=sample.weight_versions[:end],  # of the earlier turns too: rows have them
         finish_reason=sample.finish_reason if is_last else "stop",

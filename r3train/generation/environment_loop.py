@@ -37,10 +37,10 @@ class EnvironmentLoop:
         Raises ValueError beginning with ``what`` if it takes longer, raises, or exits, and where another call
         keeps it from its begin for as long.
         """
-        asker, own = asyncio.get_running_loop(), asyncio.current_task()
+        asker, current_task = asyncio.get_running_loop(), asyncio.current_task()
         begun, answer = asyncio.Event(), asker.create_future()
 
-        def tell(do: Callable[..., None], *values: Any) -> None:
+        def call_asker(do: Callable[..., None], *values: Any) -> None:
             with contextlib.suppress(RuntimeError):  # the asker has ended
                 asker.call_soon_threadsafe(do, *values)
 
@@ -50,12 +50,12 @@ class EnvironmentLoop:
 
         async def run() -> None:
             self._begun += 1
-            tell(begun.set)
-            tell(ends, await _outcome(call, what))
+            call_asker(begun.set)
+            call_asker(ends, await _outcome(call, what))
 
         running = asyncio.run_coroutine_threadsafe(run(), self._loop)
         try:
-            await self._begin_of(begun, what, limit_s)
+            await self._wait_for_begin(begun, what, limit_s)
             async with asyncio.timeout(limit_s) as bound:
                 value, error = await answer
         except TimeoutError:
@@ -67,12 +67,16 @@ class EnvironmentLoop:
         finally:
             running.cancel()
         if error is not None:
-            if isinstance(error, asyncio.CancelledError) and own is not None and own.cancelling():
+            if (
+                isinstance(error, asyncio.CancelledError)
+                and current_task is not None
+                and current_task.cancelling()
+            ):
                 raise error  # the rollout itself is cancelled
             raise ValueError(f"{what} raised {quoted(error)}{place(error)}") from error
         return value
 
-    async def _begin_of(self, begun: asyncio.Event, what: str, limit_s: float) -> None:
+    async def _wait_for_begin(self, begun: asyncio.Event, what: str, limit_s: float) -> None:
         """Wait for the turn of a call: as long as others begin, each within the limit."""
         before = -1
         while not begun.is_set():

@@ -48,7 +48,7 @@ class EvaluationEnded(Exception):
 
 
 async def evaluate(
-    asked: EvalSet,
+    eval_set: EvalSet,
     backend: RolloutBackend,
     version: int | None,
     room: Room,
@@ -65,27 +65,27 @@ async def evaluate(
 
     async def answer(place: int, number: int) -> Answer:
         async with episodes():
-            samples, own = await _answer(asked, backend, version, room, place, number)
+            samples, reward = await _answer(eval_set, backend, version, room, place, number)
         on_answer()
-        return samples, own
+        return samples, reward
 
     async def scored(answers: Sequence[asyncio.Task[Answer]]) -> list[Row]:
         done = [await each for each in answers]
-        unscored = [samples[-1] for samples, own in done if own is None]
-        found = iter(await asked.score(unscored) if unscored else [])
-        rewards = [next(found) if own is None else own for _, own in done]
+        unscored = [samples[-1] for samples, reward in done if reward is None]
+        found = iter(await eval_set.score(unscored) if unscored else [])
+        rewards = [next(found) if reward is None else reward for _, reward in done]
         return [_row(i, samples, r) for i, ((samples, _), r) in enumerate(zip(done, rewards))]
 
     rows = []
     try:
         async with asyncio.TaskGroup() as tasks:
-            for place in range(len(asked.prompts)):
-                numbers = range(asked.num_samples)
+            for place in range(len(eval_set.prompts)):
+                numbers = range(eval_set.num_samples)
                 answers = [tasks.create_task(answer(place, number)) for number in numbers]
                 rows.append(tasks.create_task(scored(answers)))
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
-    found = [row for of_prompt in rows for row in of_prompt.result()]
+    found = [row for prompt_rows in rows for row in prompt_rows.result()]
     versions = {row["version"] for row in found} - {None}
     if len(versions) > 1:
         raise ValueError(f"answers of several weight versions: {sorted(versions)}")
@@ -98,7 +98,7 @@ async def evaluate(
 
 
 async def _answer(
-    asked: EvalSet,
+    eval_set: EvalSet,
     backend: RolloutBackend,
     version: int | None,
     room: Room,
@@ -106,9 +106,9 @@ async def _answer(
     number: int,
 ) -> tuple[list[RolloutSample], float | None]:
     """Play one episode; returns its samples and its own reward, None if it gave none."""
-    prompt = asked.prompts[place]
-    episode_number = place * asked.num_samples + number
-    sample_id = evaluation_sample(asked.name, episode_number * asked.samples_per_episode)
+    prompt = eval_set.prompts[place]
+    episode_number = place * eval_set.num_samples + number
+    sample_id = evaluation_sample(eval_set.name, episode_number * eval_set.samples_per_episode)
     group_id = evaluation_group(place)
 
     async def generate(
@@ -123,9 +123,9 @@ async def _answer(
         sample = resume_from or stitch.begin(prompt, sample_id=sample_id, group_id=group_id)
         sample = replace(sample, group_id=group_id)  # of one that the episode has begun
         while True:
-            limit = stitch.shortest(turn_limit, asked.segment_len)
+            limit = stitch.shortest(turn_limit, eval_set.segment_len)
             request = stitch.next_request(
-                sample, asked.sampling, limit=limit, weight_version=version, wants_routes=False
+                sample, eval_set.sampling, limit=limit, weight_version=version, wants_routes=False
             )
             # the prompts of a set are the same every time: with --no-flush-cache-on-update servers
             # keep them
@@ -140,16 +140,18 @@ async def _answer(
             sample = stitch.extend(sample, segment)
             if turn_limit is not None:
                 turn_limit -= len(segment.token_ids)
-            left = stitch.shortest(stitch.tokens_left(sample, asked.sampling), turn_limit)
-            if not stitch.is_cut(segment, limit, left):
+            tokens_left = stitch.shortest(stitch.tokens_left(sample, eval_set.sampling), turn_limit)
+            if not stitch.is_cut(segment, limit, tokens_left):
                 return sample
 
-    episode = asked.make_episode(prompt)
-    samples, own = await episode(generate, prompt, sampling=asked.sampling, sample_id=sample_id)
+    episode = eval_set.make_episode(prompt)
+    samples, reward = await episode(
+        generate, prompt, sampling=eval_set.sampling, sample_id=sample_id
+    )
     if not samples[-1].text:
         ids = samples[-1].token_ids[samples[-1].prompt_len :]
-        samples[-1] = replace(samples[-1], text=asked.decode(ids.tolist()))
-    return samples, own
+        samples[-1] = replace(samples[-1], text=eval_set.decode(ids.tolist()))
+    return samples, reward
 
 
 def _row(number: int, samples: Sequence[RolloutSample], reward: float) -> Row:
@@ -184,8 +186,10 @@ def evaluation_metrics(rows: Sequence[Mapping[str, Any]], num_samples: int) -> d
     """
     rewards = np.array([row["reward"] for row in rows], np.float64).reshape(-1, num_samples)
     lengths = np.array([row["response_len"] for row in rows])
-    of_prompts = rewards.mean(axis=1)
-    spread = of_prompts.std(ddof=1) / np.sqrt(len(of_prompts)) if len(of_prompts) > 1 else None
+    prompt_means = rewards.mean(axis=1)
+    spread = (
+        prompt_means.std(ddof=1) / np.sqrt(len(prompt_means)) if len(prompt_means) > 1 else None
+    )
     return {
         "mean": float(rewards.mean()),
         "standard_error": None if spread is None else float(spread),
@@ -193,6 +197,6 @@ def evaluation_metrics(rows: Sequence[Mapping[str, Any]], num_samples: int) -> d
         "truncated_share": float(np.mean([row["finish_reason"] == "length" for row in rows])),
         "response_len_mean": float(lengths.mean()),
         "response_len_max": int(lengths.max()),
-        "num_prompts": len(of_prompts),
+        "num_prompts": len(prompt_means),
         "num_samples": len(rows),
     }

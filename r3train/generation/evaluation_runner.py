@@ -37,12 +37,12 @@ class EvaluationRunner:
         """
         assert not self._tasks, "the evaluation before was not taken"
         room, begun = partial(self._slot, asyncio.Semaphore(most)), asyncio.Semaphore(episodes)
-        for asked in sets:
+        for eval_set in sets:
             task = self._shared.loop.create_task(
-                self._evaluate(asked, self._shared.version, room, lambda: begun)
+                self._evaluate(eval_set, self._shared.version, room, lambda: begun)
             )
             task.add_done_callback(lambda _: self._shared.changed())
-            self._tasks[asked.name] = task
+            self._tasks[eval_set.name] = task
 
     async def take(self) -> dict[str, list[Row] | Exception]:
         """End the evaluation; return the rows of each set, or its error.
@@ -58,10 +58,10 @@ class EvaluationRunner:
         }
 
     async def _evaluate(
-        self, asked: EvalSet, version: int, room: Room, episodes: Room
+        self, eval_set: EvalSet, version: int, room: Room, episodes: Room
     ) -> list[Row]:
         await self._shared.until(lambda: self._shared.backend is not None)
-        return await evaluate(asked, self._shared.backend, version, room, episodes=episodes)
+        return await evaluate(eval_set, self._shared.backend, version, room, episodes=episodes)
 
     @contextlib.asynccontextmanager
     async def _slot(self, share: asyncio.Semaphore) -> AsyncIterator[None]:

@@ -29,11 +29,16 @@ class GroupScorer:
     teacher: Teacher | None = None
 
     async def __call__(
-        self, group: Group, place: int, samples: list[RolloutSample], own: float | None, size: int
+        self,
+        group: Group,
+        place: int,
+        samples: list[RolloutSample],
+        episode_reward: float | None,
+        size: int,
     ) -> dict[int, list[Scored]]:
         """Score a rollout's samples; return the scored samples of each place of its group.
 
-        place: the rollout's number in the group; own: the reward that its episode gave, or None; size:
+        place: the rollout's number in the group; episode_reward: the reward that its episode gave, or None; size:
         rollouts of a group.  With ``score_group`` the result is empty until the group's last rollout, which
         brings all places.
         """
@@ -41,17 +46,21 @@ class GroupScorer:
             samples = list(await asyncio.gather(*map(self.teacher, samples)))
         if self.score_group is None:
             # the samples of an episode share the reward of its end
-            reward = own if own is not None else await self.score(samples[-1])
+            reward = episode_reward if episode_reward is not None else await self.score(samples[-1])
             rewards = [reward] * len(samples)
             return {place: list(map(scored, samples, rewards))}
-        assert own is None and len(samples) == 1, "environments have rewards of their own"
+        assert (
+            episode_reward is None and len(samples) == 1
+        ), "environments have rewards of their own"
         group.unscored[place] = samples[0]
         if len(group.unscored) + len(group.samples) < size:
             return {}
         # also samples that an earlier run has scored
-        earlier = {other: before[0][0] for other, before in group.samples.items()}
-        whole = dict(sorted((earlier | group.unscored).items()))
-        rewards = await self.score_group(list(whole.values()))
-        places = {p: [scored(s, reward)] for (p, s), reward in zip(whole.items(), rewards)}
+        earlier = {number: before[0][0] for number, before in group.samples.items()}
+        samples_by_place = dict(sorted((earlier | group.unscored).items()))
+        rewards = await self.score_group(list(samples_by_place.values()))
+        places = {
+            p: [scored(s, reward)] for (p, s), reward in zip(samples_by_place.items(), rewards)
+        }
         group.samples.clear()
         return places

@@ -40,7 +40,7 @@ from r3train.generation.buffer import Group, GroupBuffer, Outcome, ProducerState
 from r3train.generation.eval_sets import EvalSet, Row
 from r3train.generation.evaluation_runner import cancelled, EvaluationRunner
 from r3train.generation.recheck import Rechecking
-from r3train.generation.rollout_task import Asking, Episodes, Parts
+from r3train.generation.rollout_task import RequestSettings, Episodes, Parts
 from r3train.generation.scheduler import Scheduler
 from r3train.generation.group_scorer import GroupScorer
 from r3train.generation.shared import Shared
@@ -75,7 +75,7 @@ class Producer:
     rollout: RolloutSection
     make_backend: Callable[[], RolloutBackend]
     prompt_for: Callable[[int], Prompt]
-    asking: Asking
+    request_settings: RequestSettings
     _: KW_ONLY
     episodes: Episodes = Episodes()
     scorer: GroupScorer = GroupScorer()
@@ -87,7 +87,7 @@ class Producer:
     eval_slots: int = 1
 
     def __post_init__(self, state: ProducerState | None) -> None:
-        rollout, asking = self.rollout, self.asking
+        rollout, settings = self.rollout, self.request_settings
         self._loop = asyncio.new_event_loop()
         self._shared = Shared(self._loop, self.start_rollout)
         slots = Slots(rollout, self._shared)
@@ -95,14 +95,14 @@ class Producer:
             rollout,
             self.recheck_share,
             self._shared.counts,
-            versions_stay=asking.versions_stay,
+            versions_stay=settings.versions_stay,
             samples_per_episode=self.episodes.samples,
         )
         self._evaluation = EvaluationRunner(self._shared, slots)
         self._gate = UpdateGate(rollout, self._shared, slots, self._evaluation, self._rechecking)
         self._buffer = GroupBuffer(rollout, self.prompt_for, start_rollout=self.start_rollout)
         parts = Parts(
-            rollout, asking, self.episodes, self._shared, slots, self._gate, self._rechecking
+            rollout, settings, self.episodes, self._shared, slots, self._gate, self._rechecking
         )
         self._scheduler = Scheduler(parts, self._buffer, self.scorer, self.on_outcome, state)
         self._last_taken: list[Group] = []
@@ -255,7 +255,9 @@ class Producer:
                 first = self._buffer.next_group
                 batch = range(first, first + self.rollout.rollout_batch_size)
                 prompts = [self.prompt_for(group) for group in batch]
-                await self._rechecking.open(backend, prompts, self.asking.sampling, shared.version)
+                await self._rechecking.open(
+                    backend, prompts, self.request_settings.sampling, shared.version
+                )
         except Exception as error:  # noqa: BLE001 - raised by whoever waits for the producer
             shared.fail(error)
         finally:
@@ -270,8 +272,8 @@ class Producer:
             f"max_weight_staleness is {rollout.max_weight_staleness}"
         )
         expected = buffer.next_rollout
-        asked = f"step {rollout_id} was asked for, step {expected} is the next"
-        assert rollout_id == expected, asked
+        message = f"step {rollout_id} was asked for, step {expected} is the next"
+        assert rollout_id == expected, message
         began = time.monotonic()
         self._scheduler.expire()
         self._shared.changed()
@@ -315,7 +317,11 @@ class Producer:
         self._scheduler.log_outcomes()
 
     async def _rechecked(self) -> RecheckedRollout | None:
-        return await self._rechecking.of_groups(self._last_taken) if self.recheck_share else None
+        return (
+            await self._rechecking.rechecked_rollout(self._last_taken)
+            if self.recheck_share
+            else None
+        )
 
     async def _stats(self) -> dict[str, Any]:
         return {

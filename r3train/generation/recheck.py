@@ -149,11 +149,13 @@ class Rechecking:
         if self._closed:
             return
         request = replace(request, max_new_tokens=0)
-        task = asyncio.get_running_loop().create_task(self._one(group, request, part, server))
+        task = asyncio.get_running_loop().create_task(
+            self._recheck_part(group, request, part, server)
+        )
         self._tasks[task] = group
         task.add_done_callback(self._tasks.pop)
 
-    async def _one(
+    async def _recheck_part(
         self, group: Group, request: Request, part: RecheckPart, server: int | None
     ) -> None:
         try:
@@ -188,10 +190,10 @@ class Rechecking:
         self._closed = False
         self._opened = time.monotonic()
 
-    async def of_groups(self, groups: Sequence[Group]) -> RecheckedRollout:
+    async def rechecked_rollout(self, groups: Sequence[Group]) -> RecheckedRollout:
         """All that was rechecked of these groups; waits a little for what is under way."""
-        if own := [task for task, group in self._tasks.items() if group in groups]:
-            await asyncio.wait(own, timeout=AWAITED_S)
+        if group_tasks := [task for task, group in self._tasks.items() if group in groups]:
+            await asyncio.wait(group_tasks, timeout=AWAITED_S)
         parts = [part for group in groups for part in group.rechecked]
         chosen = sum(len(self.chosen(group.group_id)) for group in groups)
         done = {part.sample_id // self.samples_per_episode for part in parts}

@@ -25,7 +25,7 @@ _MAX_RETRACTIONS = 3
 
 
 @dataclass(frozen=True)
-class Asking:
+class RequestSettings:
     """Settings of the requests for answers.
 
     segment_len: bounds the tokens of one request: a longer answer takes several requests, and the tokens
@@ -75,7 +75,7 @@ class Parts:
     """The parts of a producer that its rollouts use."""
 
     rollout: RolloutSection
-    asking: Asking
+    request_settings: RequestSettings
     episodes: Episodes
     shared: Shared
     slots: Slots
@@ -120,7 +120,7 @@ class RolloutTask:
             samples, reward = await self.episode(
                 self,
                 self.group.prompt,
-                sampling=self._parts.asking.sampling,
+                sampling=self._parts.request_settings.sampling,
                 sample_id=self.sample_id,
             )
             return [self._parts.episodes.with_text(sample) for sample in samples], reward
@@ -139,7 +139,10 @@ class RolloutTask:
         return await _Call(self, self._parts, self._take_over()).answer(sample, turn_limit)
 
     def to_recheck(self, samples: Sequence[RolloutSample]) -> RolloutSample:
-        """One of the rollout's samples, by its id and the run's seed; of one request's tokens the last, which has all."""
+        """Choose the sample to recheck, by the rollout's id and the run's seed.
+
+        With a single request the last sample is chosen: it contains all tokens.
+        """
         if len(self.unbroken) <= 1:
             return samples[-1]
         seed = self._parts.rollout.rollout_seed
@@ -147,8 +150,8 @@ class RolloutTask:
 
     def part_of(self, sample: RolloutSample) -> Unbroken:
         """The last part of a sample that one weight version computed; samples of one turn share the rollout's."""
-        of_one_turn = sample.sample_id not in self.unbroken
-        return self.unbroken[self.sample_id if of_one_turn else sample.sample_id]
+        shares_part = sample.sample_id not in self.unbroken
+        return self.unbroken[self.sample_id if shares_part else sample.sample_id]
 
 
 class _Call:
@@ -174,23 +177,23 @@ class _Call:
             self._release()
 
     async def _requests(self, sample: RolloutSample, turn_limit: int | None) -> RolloutSample:
-        asking, shared, gate = self._parts.asking, self._parts.shared, self._parts.gate
+        settings, shared, gate = self._parts.request_settings, self._parts.shared, self._parts.gate
         version = shared.version
         while True:
             await self._wait_for_slot()
-            if not asking.versions_stay:
+            if not settings.versions_stay:
                 version = shared.version
-            limit = stitch.shortest(turn_limit, asking.segment_len)
+            limit = stitch.shortest(turn_limit, settings.segment_len)
             request = stitch.next_request(
                 sample,
-                asking.sampling,
+                settings.sampling,
                 limit=limit,
                 weight_version=version,
                 exact_version=not gate.mode_freezes,
             )
             if gate.mode_freezes and request.rows_start == 0:  # no row is of an earlier version
                 self._parts.rechecking.sent(self._task.group, self._task.place, request)
-            goes_on, began = False, time.monotonic()
+            continues, began = False, time.monotonic()
             try:
                 segment = await shared.backend.generate(request)
                 self._check_newest(segment.weight_versions.max(initial=-1))
@@ -204,22 +207,24 @@ class _Call:
                 sample = replace(sample, generation_s=waited_s)
                 if turn_limit is not None:
                     turn_limit -= count
-                left = stitch.shortest(stitch.tokens_left(sample, asking.sampling), turn_limit)
-                unfinished = again or stitch.is_cut(segment, limit, left)
+                tokens_left = stitch.shortest(
+                    stitch.tokens_left(sample, settings.sampling), turn_limit
+                )
+                unfinished = again or stitch.is_cut(segment, limit, tokens_left)
                 # checked while the slot is held: once it is given back, the update may end
                 interrupted = gate.aborting and (unfinished or segment.finish_reason == "abort")
                 # a retracted answer is computed afresh, which a frozen server would do with older weights; a cut one
                 # goes on as the mode means it
                 interrupted |= gate.frozen and again
-                goes_on = unfinished and not interrupted
+                continues = unfinished and not interrupted
             finally:
-                if not goes_on:
+                if not continues:
                     self._release()
             shared.counts.generated_tokens += count
             shared.counts.resumed_rollouts += interrupted and not again
-            if not (interrupted or goes_on):
+            if not (interrupted or continues):
                 return sample
-            if left <= 0:
+            if tokens_left <= 0:
                 return replace(sample, finish_reason="length")
 
     async def _wait_for_slot(self) -> None:
@@ -251,7 +256,11 @@ class _Call:
             return False
         self._retracted += 1
         if self._retracted == _MAX_RETRACTIONS:
-            facts = f": {parts.asking.pool_facts}" if parts.asking.pool_facts else ""
+            facts = (
+                f": {parts.request_settings.pool_facts}"
+                if parts.request_settings.pool_facts
+                else ""
+            )
             raise EngineError(
                 f"sample {task.sample_id} (prompt {task.group.prompt.prompt_id!r}) was retracted by"
                 f" its server {_MAX_RETRACTIONS} times in a row{facts}; lower"
@@ -261,9 +270,9 @@ class _Call:
         return True
 
     def _check_newest(self, newest: int) -> None:
-        given = self._parts.shared.version
-        if newest > given:
+        newest_version = self._parts.shared.version
+        if newest > newest_version:
             raise ValueError(
                 f"sample {self._task.sample_id}: a token of weight version {newest}, the servers "
-                f"were given {given} at most"
+                f"were given {newest_version} at most"
             )

@@ -51,7 +51,7 @@ class Scheduler:
             if self._parts.episodes.most is None:
                 rollout.reserve_slot()
             name = f"sample {rollout.sample_id} of prompt {rollout.group.prompt.prompt_id}"
-            task = self._shared.loop.create_task(self._one(rollout), name=name)
+            task = self._shared.loop.create_task(self._run_rollout(rollout), name=name)
             self._tasks[task] = rollout.group
             task.add_done_callback(partial(self._forget, rollout))
 
@@ -121,7 +121,7 @@ class Scheduler:
             RolloutTask(self._parts, group, p) for p in places if p not in group.samples
         ]
 
-    async def _one(self, rollout: RolloutTask) -> None:
+    async def _run_rollout(self, rollout: RolloutTask) -> None:
         """Make one rollout, score it, and put it into its group; an error becomes the failure."""
         try:
             for place, samples in (await self._scored(rollout)).items():
@@ -151,7 +151,7 @@ class Scheduler:
     async def _scored(self, rollout: RolloutTask) -> dict[int, list[Scored]]:
         """Make a rollout and score it; return the scored samples by their place in the group."""
         parts, shared, group = self._parts, self._shared, rollout.group
-        samples, own = await rollout.make()
+        samples, reward = await rollout.make()
         checked = rollout.to_recheck(samples)
         parts.rechecking.finished(
             group, rollout.place, checked, rollout.part_of(checked), shared.version
@@ -164,7 +164,7 @@ class Scheduler:
         shared.counts.finished_samples += len(samples)
         self.scoring.add(rollout.sample_id)
         size = parts.rollout.n_samples_per_prompt
-        return await self._scorer(group, rollout.place, samples, own, size)
+        return await self._scorer(group, rollout.place, samples, reward, size)
 
     def _forget(self, rollout: RolloutTask, task: asyncio.Task[None]) -> None:
         rollout.release()  # a task that was cancelled before it began still holds its slot

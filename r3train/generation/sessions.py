@@ -250,18 +250,18 @@ class Session:
     def _behind_in_whole(self, request: ChatRequest, parent: Call) -> tuple[list[int], bool] | None:
         """Tokens behind a call in the rendering of the whole request, if that begins with the call's text."""
         template = self.settings.template
-        whole = template.whole_text(request.messages, request.tools)
+        rendered = template.whole_text(request.messages, request.tools)
         tokens = parent.chain.sample.token_ids[: parent.end].tolist()
         for keeps_last in (True, False) if parent.ended else (True,):
             text = self.settings.decode(tokens if keeps_last else tokens[:-1])
-            if whole.startswith(text):
-                return template.chat.encode(whole[len(text) :]), keeps_last
+            if rendered.startswith(text):
+                return template.chat.encode(rendered[len(text) :]), keeps_last
         return None
 
     def _free_id(self) -> int:
-        taken = {chain.sample.sample_id for chain in self.chains}
+        ids_in_use = {chain.sample.sample_id for chain in self.chains}
         ids = range(self.sample_id, self.sample_id + self.settings.max_calls)
-        return next(number for number in ids if number not in taken)
+        return next(number for number in ids if number not in ids_in_use)
 
     def _room(self, place: _Place) -> int:
         """Tokens that the answer may have; raises ChatRefused where none fits."""
@@ -283,32 +283,32 @@ class Session:
 
     async def _sampled(self, place: _Place) -> tuple[RolloutSample, str]:
         """Generate the answer; returns the chain's sample with it, and its text without what ended it."""
-        sample, start, left = place.sample, place.sample.num_tokens, self._room(place)
+        sample, start, tokens_left = place.sample, place.sample.num_tokens, self._room(place)
         stops = place.request.stop
         while True:
-            piece = min(left, _STOP_PIECE) if stops else left
+            piece = min(tokens_left, _STOP_PIECE) if stops else tokens_left
             before = sample.num_tokens
             sample = await self.generate(sample, piece)
             if sample.finish_reason == "abort" or sample.num_tokens == start:
                 raise ChatRefused(503, "aborted", "the server aborted the answer: ask again")
-            left -= sample.num_tokens - before
-            own = sample.token_ids[start:].tolist()
+            tokens_left -= sample.num_tokens - before
+            answer_tokens = sample.token_ids[start:].tolist()
             ended = sample.finish_reason == "stop"
-            text = self.settings.decode(own[:-1] if ended else own)
+            text = self.settings.decode(answer_tokens[:-1] if ended else answer_tokens)
             if (found := _first_stop(text, stops)) is not None:
                 return self._cut(sample, start, stops), text[:found]
-            if ended or left == 0 or sample.num_tokens - before < piece:
+            if ended or tokens_left == 0 or sample.num_tokens - before < piece:
                 return sample, text
 
     def _cut(self, sample: RolloutSample, start: int, stops: Sequence[str]) -> RolloutSample:
         """Cut an answer behind the token that completes a stop text."""
-        own = sample.token_ids[start:].tolist()
+        answer_tokens = sample.token_ids[start:].tolist()
         count = next(
             n
-            for n in range(1, len(own) + 1)
-            if _first_stop(self.settings.decode(own[:n]), stops) is not None
+            for n in range(1, len(answer_tokens) + 1)
+            if _first_stop(self.settings.decode(answer_tokens[:n]), stops) is not None
         )
-        self.counts["cut_tokens"] += len(own) - count
+        self.counts["cut_tokens"] += len(answer_tokens) - count
         return replace(stitch.cut(sample, start + count), finish_reason=_AT_STOP_TEXT)
 
     def _complete(
@@ -382,12 +382,12 @@ class Session:
 
     def _template_differs(self, chain: Chain) -> bool:
         """True where the template writes the last request of a chain otherwise than the chain's tokens say it."""
-        own = chain.sample.token_ids[: chain.tip.start].tolist()
+        request_tokens = chain.sample.token_ids[: chain.tip.start].tolist()
         try:
-            whole = self.settings.template.whole_text(*orjson.loads(chain.request))
+            rendered = self.settings.template.whole_text(*orjson.loads(chain.request))
         except ValueError:
             return True
-        return whole != self.settings.decode(own)
+        return rendered != self.settings.decode(request_tokens)
 
     def _finished(self, last: Call, chain: Chain) -> RolloutSample:
         sample = chain.sample
@@ -397,8 +397,8 @@ class Session:
         return replace(stitch.finished(sample), finish_reason=reason, text=self._text(last))
 
     def _text(self, call: Call) -> str:
-        own = call.chain.sample.token_ids[call.start : call.end].tolist()
-        return self.settings.decode(own[:-1] if call.ended else own)
+        answer_tokens = call.chain.sample.token_ids[call.start : call.end].tolist()
+        return self.settings.decode(answer_tokens[:-1] if call.ended else answer_tokens)
 
 
 # the finish reason of a sample that was cut at a stop text, while its session lives
@@ -413,8 +413,10 @@ def _misplaced(call: Call) -> str | None:
     parent, kept = call.parent, call.start - call.follows
     if parent is None:
         return None
-    ours, theirs = (of.chain.sample.token_ids[:kept] for of in (call, parent))
-    if parent.end - parent.ended <= kept <= parent.end and np.array_equal(ours, theirs):
+    call_tokens, parent_tokens = (owner.chain.sample.token_ids[:kept] for owner in (call, parent))
+    if parent.end - parent.ended <= kept <= parent.end and np.array_equal(
+        call_tokens, parent_tokens
+    ):
         return None
     return (
         f"sample {call.chain.sample.sample_id} has another beginning than the {parent.end} tokens of the answer"

@@ -70,7 +70,9 @@ class Slots:
         await self.wait_for_free_slot(lambda: not self._short_of_memory)
 
     async def memory_for_retracted(self, may_go_on: Callable[[], bool]) -> None:
-        """Wait until fewer than half of ``most_in_flight`` are busy, without those that wait here; no new rollout meanwhile.
+        """Wait until fewer than half of ``most_in_flight`` are busy, not counting waiters here.
+
+        New rollouts are held back meanwhile.
 
         A server retracts the request with the fewest tokens first.  If a retracted request were sent
         again among as many others, it would have the fewest once more (seen 42 times in a row).  After

@@ -119,12 +119,12 @@ def extend(sample: RolloutSample, segment: Segment) -> RolloutSample:
             mask_ids=ids,
             indexer_topk=chosen,
         )
-    for name, ours, theirs in (
+    for name, sample_stream, segment_stream in (
         ("routes", known, segment.rows),
         ("sampling masks", counts, segment.mask_counts),
         ("choices of its indexer", chosen, segment.indexer_topk),
     ):
-        if (ours is None) != (theirs is None):
+        if (sample_stream is None) != (segment_stream is None):
             raise ValueError(
                 f"sample {sample.sample_id}: of the sample and its next answer only one has {name}"
             )

@@ -44,7 +44,7 @@ from r3train.generation.episode import Episode, generate_once
 from r3train.generation.eval_sets import EvalSet
 from r3train.generation.environment_loop import EnvironmentLoop
 from r3train.generation.producer import Producer
-from r3train.generation.rollout_task import Asking, Episodes
+from r3train.generation.rollout_task import RequestSettings, Episodes
 from r3train.generation.group_scorer import GroupScorer
 from r3train.engine.client import SGLangClient
 from r3train.engine.server import SGLangServer
@@ -466,7 +466,7 @@ class Engines(RolloutFleet):
             rollout,
             self.make_client,
             lambda group: job.prompts[order.index(group)],
-            Asking(
+            RequestSettings(
                 self._sampling(),
                 segment_len=self._segment_len,
                 pool_facts=self._pool_facts,

@@ -104,7 +104,7 @@ def build_microbatch(
 
 
 def _indexer_bits(sample: RolloutSample, topk: int, num_layers: int) -> np.ndarray:
-    """Return the tokens that a sample's indexer chose, as bits; raises ValueError naming the sample if they are absent or misshapen."""
+    """Return the tokens that a sample's indexer chose, as bits; raises ValueError if they are absent or misshapen."""
     name = f"sample {sample.sample_id} (prompt {sample.prompt.prompt_id})"
     found = sample.indexer_topk
     expected = indexer_topk.num_rows(sample.num_tokens, topk), num_layers

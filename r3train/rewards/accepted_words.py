@@ -20,11 +20,11 @@ def accepted_words(prompt: Prompt, text: str) -> float:
         or not all(isinstance(word, str) for word in accepted)
     ):
         raise bad_label(prompt, "accepted_words needs a label of words")
-    asked = prompt.metadata.get("num_words", 0)
-    if not isinstance(asked, int) or isinstance(asked, bool) or asked < 0:
+    num_words = prompt.metadata.get("num_words", 0)
+    if not isinstance(num_words, int) or isinstance(num_words, bool) or num_words < 0:
         raise ValueError(
-            f"prompt {prompt.prompt_id}: num_words must be an integer of at least 0, got {asked!r}"
+            f"prompt {prompt.prompt_id}: num_words must be an integer of at least 0, got {num_words!r}"
         )
     words = text.split()
     right = sum(word in set(accepted) for word in words)
-    return right / max(len(words), asked, 1)
+    return right / max(len(words), num_words, 1)

@@ -98,7 +98,9 @@ def _tests(prompt: Prompt) -> Iterator[tuple[str | None, str, str | None]]:
             and 0 < len(inputs) == len(outputs)
         ):
             if all(isinstance(text, str) for text in (*inputs, *outputs)):
-                yield from ((None, given, wanted) for given, wanted in zip(inputs, outputs))
+                yield from (
+                    (None, stdin_text, wanted) for stdin_text, wanted in zip(inputs, outputs)
+                )
                 return
     raise ValueError(
         f"prompt {prompt.prompt_id}: code needs a label of Python code, a list of it, or a table with as"
@@ -109,8 +111,8 @@ def _tests(prompt: Prompt) -> Iterator[tuple[str | None, str, str | None]]:
 def passes(program: str, tests: list[tuple[str | None, str, str | None]], timeout_s: float) -> bool:
     """True if a program passes all tests within ``timeout_s``; it stops at the first that fails."""
     deadline = time.monotonic() + timeout_s
-    for code, given, wanted in tests:
-        output = run_program(program, given, deadline - time.monotonic(), tests=code)
+    for code, stdin_text, wanted in tests:
+        output = run_program(program, stdin_text, deadline - time.monotonic(), tests=code)
         if output is None or wanted is not None and _lines(output) != _lines(wanted):
             return False
     return True
@@ -121,7 +123,7 @@ def _lines(text: str) -> list[str]:
 
 
 def run_program(
-    program: str, given: str, timeout_s: float, *, tests: str | None = None
+    program: str, stdin_text: str, timeout_s: float, *, tests: str | None = None
 ) -> str | None:
     """Run a Python program with ``given`` as its input, within the limits of docs/code_rewards.md.
 
@@ -145,7 +147,7 @@ def run_program(
     ):
         job_file.write(json.dumps(job).encode())
         tests_file.write(json.dumps(tests).encode())
-        stdin.write(given.encode())
+        stdin.write(stdin_text.encode())
         for file in (job_file, tests_file, stdin):
             file.seek(0)
         fds = job_file.fileno(), tests_file.fileno(), result_end
@@ -166,10 +168,10 @@ def run_program(
         try:
             ends = select.poll()  # select() takes no descriptor above 1023
             ends.register(result, select.POLLIN)
-            fits, left = True, deadline - time.monotonic()
+            fits, seconds_left = True, deadline - time.monotonic()
             # a word, or the end of the process that could write it
-            while fits and left > 0 and not ends.poll(min(left, _LOOK_S) * 1000):
-                left = deadline - time.monotonic()
+            while fits and seconds_left > 0 and not ends.poll(min(seconds_left, _LOOK_S) * 1000):
+                seconds_left = deadline - time.monotonic()
                 fits = job["directory_bytes"] is not None or _fits(directory)
             fits = fits and (job["directory_bytes"] is not None or _fits(directory))
         finally:

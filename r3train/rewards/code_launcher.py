@@ -36,20 +36,20 @@ def main() -> None:
     _make_directory(job_fd)
     # the program, though it is of the same user, can then neither read this process nor open its files
     _libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
-    ours, theirs = socket.socketpair()
+    launcher_socket, program_socket = socket.socketpair()
     run_state = os.getpid()
     child = os.fork()
     if child == 0:
         for fd in (tests_fd, result_fd):
             os.close(fd)
-        ours.close()
+        launcher_socket.close()
         _give_up_rights()
         if os.getppid() != run_state:  # it was gone before the kernel was asked to tell
             os._exit(1)
-        _run(job_fd, theirs)
-    theirs.close()
+        _run(job_fd, program_socket)
+    program_socket.close()
     os.close(job_fd)
-    if _came_to_its_end(child, ours, tests_fd):
+    if _came_to_its_end(child, launcher_socket, tests_fd):
         os.write(result_fd, _PASSED)
     os._exit(0)
 

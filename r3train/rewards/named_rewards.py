@@ -107,7 +107,7 @@ class CustomReward:
 
     async def __call__(self, samples: list[RolloutSample], timeout_s: float) -> Any:
         """Call the function for one sample, or for a group."""
-        whole = [
+        sent_samples = [
             replace(
                 sample,
                 routed_experts=None,
@@ -118,7 +118,7 @@ class CustomReward:
             )
             for sample in samples
         ]
-        arguments = self._signature.arguments(whole)
+        arguments = self._signature.arguments(sent_samples)
         value = await self._workers.call(arguments, timeout_s=timeout_s)
         if not self._signature.of_list:
             return value
@@ -130,11 +130,11 @@ class CustomReward:
 
     def check(self, prompts: list[Prompt]) -> None:
         """Let the function's attribute ``check`` look at the prompts, if it has one."""
-        own = getattr(self._function, "check", None)
-        if own is None:
+        check_prompts = getattr(self._function, "check", None)
+        if check_prompts is None:
             return
         with running_user_code(f"reward {self.name}"):
-            own(prompts)
+            check_prompts(prompts)
 
     def close(self) -> None:
         """End the process."""

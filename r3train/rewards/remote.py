@@ -75,10 +75,10 @@ class _HttpReward(Reward):
         """
         about = f"prompt {sample.prompt.prompt_id}: {self.name} {self._url}"
         began, tries, failure = time.monotonic(), 0, "no answer"
-        while (left := self._timeout_s - (time.monotonic() - began)) > 0:
+        while (seconds_left := self._timeout_s - (time.monotonic() - began)) > 0:
             tries += 1
             try:
-                limit = aiohttp.ClientTimeout(total=left)
+                limit = aiohttp.ClientTimeout(total=seconds_left)
                 async with session.post(
                     self._url, json=body, allow_redirects=False, timeout=limit
                 ) as response:
@@ -106,7 +106,7 @@ class _HttpReward(Reward):
                 failure = f"the answer is not JSON: {error}"
                 break
             await asyncio.sleep(
-                min(_BACKOFF_S * 2 ** (tries - 1), _LONGEST_BACKOFF_S, max(left, 0))
+                min(_BACKOFF_S * 2 ** (tries - 1), _LONGEST_BACKOFF_S, max(seconds_left, 0))
             )
         raise ValueError(
             f"{about}: {failure} (sample {sample.sample_id}; {tries} tries in"
@@ -125,10 +125,10 @@ async def _body(response: aiohttp.ClientResponse) -> bytes:
         raise _Refused(
             f"the answer has Content-Encoding {encoding[:100]!r}, and none was asked for"
         )
-    parts, held = [], 0
+    parts, num_bytes = [], 0
     async for part in response.content.iter_any():
         parts.append(part)
-        if (held := held + len(part)) > _MOST_BYTES:
+        if (num_bytes := num_bytes + len(part)) > _MOST_BYTES:
             raise _Refused(f"the answer is longer than {_MOST_BYTES} bytes")
     return b"".join(parts)
 

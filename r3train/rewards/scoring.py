@@ -199,13 +199,13 @@ class Scorer:
         if self._custom is not None:
             self._custom.check(list(prompts))
             return
-        of_reward: dict[str, list[Prompt]] = {}
+        prompts_by_reward: dict[str, list[Prompt]] = {}
         for prompt in prompts:
             reward = self._reward_for(prompt)
             if reward.needs_label:
                 reward.require_label(prompt)
-            of_reward.setdefault(reward.name, []).append(prompt)
-        first = [prompt for found in of_reward.values() for prompt in found[:_CHECKED]]
+            prompts_by_reward.setdefault(reward.name, []).append(prompt)
+        first = [prompt for found in prompts_by_reward.values() for prompt in found[:_CHECKED]]
 
         async def look() -> None:
             for prompt in first:

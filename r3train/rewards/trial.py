@@ -40,8 +40,8 @@ def reward_of_first(
         raise ValueError(f"{error}{scorer.place}") from None
     finally:
         scorer.close()  # its helpers belong to that loop
-    told = (f"{round(reward, 4)} for {answer}" for answer, reward in zip(answers, rewards))
-    return f"reward of the first prompt: {', '.join(told)}"
+    shown = (f"{round(reward, 4)} for {answer}" for answer, reward in zip(answers, rewards))
+    return f"reward of the first prompt: {', '.join(shown)}"
 
 
 def _as_answer(label: Any) -> str | None:

@@ -88,19 +88,21 @@ class _Worker:
         async with self._starting:
             if self._process is not None:
                 return
-            ours, theirs = socket.socketpair()
-            with theirs:
-                arguments = (str(theirs.fileno()), str(os.getpid()))
+            parent_socket, worker_socket = socket.socketpair()
+            with worker_socket:
+                arguments = (str(worker_socket.fileno()), str(os.getpid()))
                 self._process = subprocess.Popen(
                     [sys.executable, "-m", "r3train.rewards.worker", *arguments],
                     stdin=subprocess.DEVNULL,
-                    pass_fds=[theirs.fileno()],
+                    pass_fds=[worker_socket.fileno()],
                     start_new_session=True,  # Ctrl-C is ours to handle
                 )
-            ours.setblocking(False)
+            parent_socket.setblocking(False)
             loop = asyncio.get_running_loop()
             self._stream = _Stream(self._process)
-            self._transport, _ = await loop.create_connection(lambda: self._stream, sock=ours)
+            self._transport, _ = await loop.create_connection(
+                lambda: self._stream, sock=parent_socket
+            )
             self._transport.write(packed(Task(self._path, tuple(sys.path))))
             try:
                 async with asyncio.timeout(_START_S):

@@ -18,7 +18,7 @@ from r3train.engine.publish import DistributedPublisher
 from r3train.engine.server import SGLangServer
 from r3train.generation import stitch
 from r3train.generation.producer import Producer
-from r3train.generation.rollout_task import Asking
+from r3train.generation.rollout_task import RequestSettings
 from r3train.proof.recheck_verdict import (
     compare,
     compare_rollout,
@@ -102,7 +102,9 @@ def audited(
     def same_prompts(group: int) -> Prompt:
         return prompt_of(group % 2)
 
-    with Producer(rollout, client, same_prompts, Asking(sampling), recheck_share=1.0) as producer:
+    with Producer(
+        rollout, client, same_prompts, RequestSettings(sampling), recheck_share=1.0
+    ) as producer:
         for rollout_id in range(num_rollout):
             groups = producer.next_batch(rollout_id)
             batch = [sample for group in groups for sample, _ in group]

@@ -26,7 +26,7 @@ from r3train.engine.control import EngineControl
 from r3train.engine.publish import DistributedPublisher
 from r3train.engine.server import SGLangServer
 from r3train.generation.producer import Producer
-from r3train.generation.rollout_task import Asking
+from r3train.generation.rollout_task import RequestSettings
 from r3train.proof.recheck_verdict import compare_rollout, limit, recheck_failures, RecheckRecord
 from r3train.types import RolloutSample, RowClass
 
@@ -90,7 +90,7 @@ def rollouts_under_pressure(
                 cache_per_version=mode == "in_place",
             ),
             prompt_of,
-            Asking(SamplingParams(RESPONSE, ignore_eos=True)),
+            RequestSettings(SamplingParams(RESPONSE, ignore_eos=True)),
         )
         with producer:
             for step in range(ROLLOUTS):
@@ -171,7 +171,9 @@ def rechecked_under_pressure(server, models) -> tuple[list[RolloutSample], list[
             )
 
         sampling = SamplingParams(90, ignore_eos=True)
-        with Producer(rollout, client, prompt_of, Asking(sampling), recheck_share=1.0) as producer:
+        with Producer(
+            rollout, client, prompt_of, RequestSettings(sampling), recheck_share=1.0
+        ) as producer:
             while producer.stats()["in_flight"] < 8:  # the noise is measured before
                 time.sleep(0.01)
             wait_until_running(server.addr, 3)

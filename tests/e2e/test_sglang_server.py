@@ -20,7 +20,7 @@ from r3train.config.rollout_settings import RolloutSection
 from r3train.engine.backend import EngineError, SamplingParams
 from r3train.engine.control import EngineControl
 from r3train.generation.producer import Producer
-from r3train.generation.rollout_task import Asking
+from r3train.generation.rollout_task import RequestSettings
 from r3train.generation.group_scorer import GroupScorer
 from r3train.engine.client import SGLangClient
 from r3train.engine.server import SGLangServer
@@ -305,7 +305,7 @@ def test_the_producer_runs_steps_around_weight_updates(
         ),
         lambda: SGLangClient([server.addr], routes=ROUTES, check_alive=server.check_alive),
         prompt_of,
-        Asking(SamplingParams(12, stop_token_ids=(EOS,))),
+        RequestSettings(SamplingParams(12, stop_token_ids=(EOS,))),
         check_alive=server.check_alive,
         scorer=GroupScorer(score=length),
     )

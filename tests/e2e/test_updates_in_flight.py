@@ -18,7 +18,7 @@ from r3train.config.rollout_settings import RolloutSection
 from r3train.engine.backend import BadAnswer, SamplingParams
 from r3train.engine.control import EngineControl
 from r3train.generation.producer import Producer
-from r3train.generation.rollout_task import Asking
+from r3train.generation.rollout_task import RequestSettings
 from r3train.engine.client import SGLangClient
 from r3train.engine.server import SGLangServer
 from r3train.types import RolloutSample, RowClass
@@ -103,7 +103,7 @@ def spanning_samples(
                 cache_per_version=flush and mode == "in_place",
             ),
             prompt_of,
-            Asking(SamplingParams(400, ignore_eos=True)),
+            RequestSettings(SamplingParams(400, ignore_eos=True)),
         )
         with beside or nullcontext(), producer:
             for version in (1, 2):

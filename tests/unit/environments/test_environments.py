@@ -30,7 +30,7 @@ from r3train.engine.backend import SamplingParams
 from r3train.generation.conversation import Conversation
 from r3train.generation import producer as producers
 from r3train.generation.producer import Producer
-from r3train.generation.rollout_task import Asking, Episodes
+from r3train.generation.rollout_task import RequestSettings, Episodes
 from r3train.verify.tiny import TinyOptions, build
 from r3train.generation.environment_loop import EnvironmentLoop
 from r3train.types import Prompt
@@ -233,7 +233,7 @@ def test_conversations_go_on_over_weight_updates_in_every_mode(mode, sample_a_tu
         ),
         lambda: engine,
         lambda group: replace(PROMPT, prompt_id=str(group)),
-        Asking(SamplingParams(100)),
+        RequestSettings(SamplingParams(100)),
         episodes=Episodes(
             samples=3,
             make=lambda prompt: conversation(Script(), max_turn_len=8, sample_a_turn=sample_a_turn),
@@ -352,7 +352,7 @@ def test_a_step_that_blocks_its_event_loop_is_named_and_the_others_wait_in_a_che
         settings,
         lambda: SimulatedEngine(length=lambda _: 1000),
         lambda group: replace(PROMPT, prompt_id=str(group)),
-        Asking(SamplingParams(100)),
+        RequestSettings(SamplingParams(100)),
         episodes=Episodes(
             samples=3,
             make=lambda prompt: conversation(

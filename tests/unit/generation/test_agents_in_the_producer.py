@@ -21,7 +21,7 @@ from r3train.generation.buffer import Group
 from r3train.generation.counts import Counts
 from r3train.generation.producer import Producer
 from r3train.generation.recheck import Rechecking, Unbroken
-from r3train.generation.rollout_task import Asking, Episodes
+from r3train.generation.rollout_task import RequestSettings, Episodes
 from r3train.types import RolloutSample
 
 CALLS = 8  # most of a session
@@ -80,7 +80,7 @@ def producer_of(engine, agent, *, most=4, recheck_share=0.0, on_failure="error",
         rollout_section(**{"rollout_max_concurrency": 4, **rollout}),
         lambda: engine,
         prompt_for,
-        Asking(sampling),
+        RequestSettings(sampling),
         episodes=Episodes(
             make=lambda prompt: AgentEpisode(agents),
             samples=CALLS,

@@ -11,7 +11,7 @@ from r3train.engine.backend import SamplingParams
 from r3train.generation.episode import generate_once
 from r3train.generation.eval_sets import EvalSet, EvaluationEnded, evaluate, evaluation_metrics
 from r3train.generation.producer import Producer
-from r3train.generation.rollout_task import Asking
+from r3train.generation.rollout_task import RequestSettings
 from r3train.types import Prompt
 from tests.unit.simulated_engine import SimulatedEngine, prompt_for, rollout_section
 
@@ -70,7 +70,7 @@ def producer_of(engine, eval_slots=2, **settings):
         rollout_section(**settings),
         lambda: engine,
         prompt_for,
-        Asking(SamplingParams(4)),
+        RequestSettings(SamplingParams(4)),
         eval_slots=eval_slots,
     )
 

@@ -16,7 +16,7 @@ from r3train.loop.rollout_file import read_samples, write_samples
 from r3train.algo.reward_stats import GroupStats
 from r3train.engine.backend import SamplingParams
 from r3train.generation.producer import Producer
-from r3train.generation.rollout_task import Asking, Episodes
+from r3train.generation.rollout_task import RequestSettings, Episodes
 from r3train.engine.backend import Drafts
 from r3train.generation.counts import Counts
 from r3train.types import TrainSample
@@ -37,7 +37,7 @@ def test_a_sample_says_how_long_it_was_waited_for_and_its_turns_add_up():
         rollout_section(num_rollout=1, rollout_batch_size=1),
         lambda: engine,
         prompt_for,
-        Asking(SamplingParams(40)),
+        RequestSettings(SamplingParams(40)),
         episodes=Episodes(make=lambda prompt: two_turns),
     ) as producer:
         (group,) = producer.next_batch(0)

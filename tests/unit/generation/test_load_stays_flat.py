@@ -37,7 +37,7 @@ from r3train.engine.backend import SamplingParams
 from r3train.engine.client import SGLangClient
 from r3train.generation.buffer import OUTCOMES_FILE
 from r3train.generation.producer import Producer
-from r3train.generation.rollout_task import Asking
+from r3train.generation.rollout_task import RequestSettings
 from r3train.generation.group_scorer import GroupScorer
 from r3train.loop import prompt_log
 from r3train.types import Prompt, RouteShape
@@ -147,7 +147,7 @@ def held_by_a_run(steps: int, directory: Path) -> list[dict[str, int]]:
                 [addr], routes=ROUTES, max_concurrency=IN_FLIGHT, max_bad_answers=3
             ),
             lambda group: Prompt(f"p:{group}", group, "text", PROMPT, None),
-            Asking(SamplingParams(LONGEST, may_stop_at=(9,))),
+            RequestSettings(SamplingParams(LONGEST, may_stop_at=(9,))),
             start_rollout=FIRST,
             on_outcome=lambda o: (ended.append(o.outcome), append_lines(outcomes, [asdict(o)])),
             scorer=GroupScorer(score=score),

@@ -14,7 +14,7 @@ import pytest
 from r3train.config.data_settings import DataSection
 from r3train.engine.backend import EngineDied, SamplingParams, Segment
 from r3train.generation.producer import Producer
-from r3train.generation.rollout_task import Asking
+from r3train.generation.rollout_task import RequestSettings
 from r3train.generation.group_scorer import GroupScorer
 from r3train.rewards.scoring import Scorer
 from r3train.types import Prompt
@@ -77,7 +77,7 @@ def producer_of(backend, options=MappingProxyType({}), **settings):
         rollout_section(**settings),
         lambda: backend,
         prompt_for,
-        Asking(SamplingParams(4)),
+        RequestSettings(SamplingParams(4)),
         **options,
     )
 
@@ -278,7 +278,7 @@ def test_a_failure_anywhere_in_the_producer_is_raised_with_its_own_type(where):
         rollout_section(rollout_max_concurrency=4),
         fail if where == "make_backend" else FakeBackend,
         fail if where == "prompt_for" else prompt_for,
-        Asking(SamplingParams(4)),
+        RequestSettings(SamplingParams(4)),
         scorer=GroupScorer(fail) if where == "score" else GroupScorer(),
     )
     with producer, pytest.raises(ValueError, match=f"{where} is broken"):

@@ -12,7 +12,7 @@ from tests.unit.simulated_engine import SimulatedEngine, prompt_for, rollout_sec
 
 from r3train.engine.backend import EngineDied, SamplingParams
 from r3train.generation.producer import Producer
-from r3train.generation.rollout_task import Asking
+from r3train.generation.rollout_task import RequestSettings
 from r3train.generation.group_scorer import GroupScorer
 from r3train.generation.stitch import oldest_version
 
@@ -30,7 +30,7 @@ def producer_of(engine, outcomes, options=MappingProxyType({}), **settings):
         rollout_section(**settings),
         lambda: engine,
         prompt_for,
-        Asking(SamplingParams(64)),
+        RequestSettings(SamplingParams(64)),
         on_outcome=outcomes.append,
         **options,
     )

@@ -12,7 +12,7 @@ from tests.unit.simulated_engine import prompt_for, rollout_section, ROUTES, Sim
 
 from r3train.engine.backend import EngineError, SamplingParams
 from r3train.generation.producer import Producer
-from r3train.generation.rollout_task import Asking
+from r3train.generation.rollout_task import RequestSettings
 from r3train.generation.counts import Counts
 from r3train.generation.recheck import Rechecking
 from r3train.types import Rechecked
@@ -75,7 +75,7 @@ def producer(
         rollout_section(**section),
         lambda: engine,
         prompt_for,
-        Asking(SamplingParams(64), versions_stay=versions_stay),
+        RequestSettings(SamplingParams(64), versions_stay=versions_stay),
         recheck_share=share,
     )
 

@@ -12,7 +12,7 @@ from tests.unit.simulated_engine import RETRACTED, SimulatedEngine, prompt_for, 
 from r3train.algo.reward_stats import group_stats
 from r3train.engine.backend import EngineError, SamplingParams
 from r3train.generation.producer import Producer
-from r3train.generation.rollout_task import Asking, Episodes
+from r3train.generation.rollout_task import RequestSettings, Episodes
 from r3train.loop.step_metrics import rollout_metrics, source_metrics
 from r3train.types import TrainSample
 
@@ -23,7 +23,7 @@ def producer_of(engine, *, segment_len=None, pool_facts=None, **settings):
         rollout,
         lambda: engine,
         prompt_for,
-        Asking(SamplingParams(20), segment_len=segment_len, pool_facts=pool_facts),
+        RequestSettings(SamplingParams(20), segment_len=segment_len, pool_facts=pool_facts),
     )
 
 
@@ -71,7 +71,7 @@ def test_only_the_turn_that_was_retracted_is_played_again():
         rollout,
         lambda: engine,
         prompt_for,
-        Asking(SamplingParams(20)),
+        RequestSettings(SamplingParams(20)),
         episodes=Episodes(make=lambda _: two_turns),
     ) as producer:
         (sample,) = trained(producer)

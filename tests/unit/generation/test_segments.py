@@ -13,13 +13,13 @@ from tests.unit.simulated_engine import SimulatedEngine, prompt_for, rollout_sec
 
 from r3train.engine.backend import BadAnswer, SamplingParams
 from r3train.generation.producer import Producer
-from r3train.generation.rollout_task import Asking
+from r3train.generation.rollout_task import RequestSettings
 from r3train.generation.group_scorer import GroupScorer
 
 
 def producer_of(engine, options=MappingProxyType({}), versions_stay=False, **settings):
     rollout = rollout_section(**{"rollout_max_concurrency": 8, **settings})
-    asking = Asking(SamplingParams(20), segment_len=6, versions_stay=versions_stay)
+    asking = RequestSettings(SamplingParams(20), segment_len=6, versions_stay=versions_stay)
     return Producer(rollout, lambda: engine, prompt_for, asking, **options)
 
 

@@ -20,7 +20,7 @@ from r3train.data.order import PromptOrder
 from r3train.engine.backend import SamplingParams
 from r3train.generation.buffer import ProducerState
 from r3train.generation.producer import Producer
-from r3train.generation.rollout_task import Asking
+from r3train.generation.rollout_task import RequestSettings
 from r3train.host_group import join_ranks, leave_ranks
 from r3train.loop import prompt_log
 from r3train.loop.async_loop import AsyncLoop
@@ -340,7 +340,9 @@ def test_a_rollout_that_cannot_be_scored_dumped_or_replaced_waits_in_a_checkpoin
 
     def producer(engine, state=None):
         rollout, sampling = settings.rollout, SamplingParams(20)
-        return Remembers(rollout, lambda: engine, prompt_for, Asking(sampling), state=state)
+        return Remembers(
+            rollout, lambda: engine, prompt_for, RequestSettings(sampling), state=state
+        )
 
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("one\n")

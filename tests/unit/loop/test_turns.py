@@ -10,7 +10,7 @@ from torch.distributed import HashStore
 from r3train.config.hf_facts import read_hf_facts
 from r3train.engine.backend import EngineDied, SamplingParams
 from r3train.generation.producer import Producer
-from r3train.generation.rollout_task import Asking
+from r3train.generation.rollout_task import RequestSettings
 from r3train.host_group import join_ranks, leave_ranks
 from r3train.loop.async_loop import AsyncLoop
 from r3train.loop.fleet import RankZero
@@ -69,7 +69,7 @@ def test_a_server_lost_when_it_should_release_is_restarted_and_the_batch_waits_f
             {},
         )
         with Producer(
-            settings.rollout, lambda: engine, prompt_for, Asking(SamplingParams(20))
+            settings.rollout, lambda: engine, prompt_for, RequestSettings(SamplingParams(20))
         ) as producer:
             side.producer = producer
             loop._intake.set_source(producer)
