@@ -98,11 +98,6 @@ class ReplaySection(Section):
     r3_canaries: int = Field(default=1024, ge=0)
     """With the check on: tokens of fixed texts, two at least, that every server and the actor score after
     every weight update, before a rollout is sent; the run ends where they disagree (docs/r3.md).  0 is off."""
-    r3_keep_score_ratio: Annotated[
-        float, requires("use_rollout_routing_replay: nothing is replayed")
-    ] = Field(default=0.0, ge=0, le=1)
-    """Keep a replayed expert only while its live score is at least this share of the score of the live
-    top-k's weakest; the best live expert that the row lacks takes its place.  0 keeps all."""
     log_route_drift: Annotated[
         bool, requires("use_rollout_routing_replay: there is nothing to drift away from")
     ] = False

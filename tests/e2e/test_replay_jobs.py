@@ -182,7 +182,7 @@ def test_ci_test_turns_the_check_on_and_holds_its_invariants(tmp_path, tiny, tin
         *("--use-rollout-routing-replay", "--ci-test", "--kl-loss-coef", "0.01"),
         *("--recompute-granularity", "full", "--recompute-method", "uniform"),
         *("--recompute-num-layers", "1", "--use-tis", "--entropy-coef", "0.001"),
-        *("--log-route-drift", "--r3-keep-score-ratio", "0.99", "--freeze-moe-router"),
+        *("--log-route-drift", "--freeze-moe-router"),
         *("--lr-warmup-iters", "0", "--save-hf", str(tmp_path / "hf")),
         *("--r3-evidence", "summed"),
     )
@@ -207,10 +207,7 @@ def test_ci_test_turns_the_check_on_and_holds_its_invariants(tmp_path, tiny, tin
     assert m["train/log_prob_gap_max"] <= 1e-4 and m["train/ppo_kl"] == 0.0
     # the controls are counted in the train forward, and agreement beats them there
     assert m["r3/agreement"] > 0.99 > m["r3/agreement_control_token_minus"] > 0
-    steps = [jobs.json.loads(line) for line in (job.run_dir / "evidence/steps.jsonl").open()]
     # the second rollout is of weights before the first update: its rows are another router's choice
-    assert [step["keep_score_ratio"] for step in steps] == [0.99, 0.99]
-    assert steps[1]["counts"]["rows_dropped"] > steps[0]["counts"]["rows_dropped"] == 0
     assert later["r3/drift_left"] > m["r3/drift_left"] == 0
     (exported,) = (tmp_path / "hf").glob("**/*.safetensors")
     before, after = load_file(tiny / "model/model.safetensors"), load_file(exported)
