@@ -283,7 +283,9 @@ class Reading:
     """
 
     log_probs: np.ndarray  # float32[T - s], from token s on
-    rows: np.ndarray  # uint8 or uint16 [T-1, L, K], those of cached tokens too
+    rows: (
+        np.ndarray
+    )  # uint8 or uint16 [T-1, L, K], those of cached tokens too; [T-1, 0, 0] without routes
     cached_tokens: int  # tokens that came from the prefix cache
 
 
