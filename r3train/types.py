@@ -284,7 +284,9 @@ class Scores:
     """
 
     log_probs: np.ndarray  # float32[T - s], from token s on
-    rows: np.ndarray  # uint8 or uint16 [T-1, L, K], those of cached tokens too
+    rows: (
+        np.ndarray
+    )  # uint8 or uint16 [T-1, L, K], those of cached tokens too; [T-1, 0, 0] without routes
     cached_tokens: int  # tokens that came from the prefix cache
 
 
@@ -534,10 +536,5 @@ class ReplayEvidence:
     rows_current: Amount
     rows_current_equal: Amount
     rows_current_mismatch: Amount
-    # slots that --r3-keep-score-ratio dropped (another expert took them), rows with one that the rollout
-    # recorded wholly (no longer in rows_replayed), and slots dropped or kept against the rule: must be 0
-    slots_dropped: Amount
-    rows_dropped: Amount
-    dropped_off: Amount
     counts_tokens: bool = True  # False on a rank that sees a copy of another rank's tokens
     num_calls: Annotated[int, Meta(ge=1, le=1 << 40)] = 1  # above 1: the record is a sum

@@ -72,7 +72,7 @@ _SPARE_FILES = 64  # that the process has open besides
 # A call that is missing takes these with it.
 _OF_A_CALL = ("fingerprint", "rows_replayed", "rows_filled", "rows_current")
 # The quantities of other claims than *covered*.
-_APPLIED = ("fingerprint", "rows_recompute_differ", "dropped_off")
+_APPLIED = ("fingerprint", "rows_recompute_differ")
 _APPLIED_FURTHER = ("duplicate_rows", "map_deviation")
 _AGAIN = "steps {} were trained again by a later start, and the latest time counts"
 _LOST = "records are missing of the first time that steps {} were trained"
@@ -424,9 +424,9 @@ class _RunAudit:
         shape = RouteShape(0, self._last.topk, self._last.num_experts)
         self.audit.agreement = agreement_shares(list(layers.values()), shape)
         self.audit.layer_agreement = {
-            layer: values["rows_equal"] / _rows_compared(values)
+            layer: values["rows_equal"] / values["rows_replayed"]
             for layer, values in layers.items()
-            if _rows_compared(values)
+            if values["rows_replayed"]
         }
 
     def _note_run(self) -> None:
@@ -563,11 +563,6 @@ def _claim_of(f: Failure) -> str:
         return "agreement"
     further = f.stage not in ROUTERS and f.what in _APPLIED_FURTHER
     return "applied" if further or f.what in _APPLIED else "covered"
-
-
-def _rows_compared(values: dict[str, int]) -> int:
-    """Count the rows that the rollout recorded in full, rows with dropped slots included."""
-    return values["rows_replayed"] + values["rows_dropped"]
 
 
 def _allow_open_files(count: int) -> None:

@@ -129,10 +129,7 @@ def claim_facts(audit: Audit) -> dict[str, str]:
             if n["rows_of_sampling_mask"]
             else ""
         )
-        + (f"; {n['rows_of_indexer']:,} rows of indexers' choices" if n["rows_of_indexer"] else "")
-        + (
-            f"; {_amount(n['slots_dropped'], 'slot')} dropped by rule" if n["slots_dropped"] else ""
-        ),
+        + (f"; {n['rows_of_indexer']:,} rows of indexers' choices" if n["rows_of_indexer"] else ""),
         "covered": f"{n['num_calls']:,} of {n['num_calls_expected']:,} calls; rows filled {n['rows_filled']:,}, "
         f"padding {n['rows_padding']:,}, native {n['rows_native']:,}, duplicate {n['duplicate_rows']:,}",
         "agreement": "",

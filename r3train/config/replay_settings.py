@@ -26,7 +26,7 @@ PublishBug = Literal[
     "tensor_of_last_version",
     "weights_frozen",
     "export_frozen",
-    "probe_of_itself",
+    "canaries_of_itself",
     "expert_bias_not_exported",
     "version_with_first_bucket",
     "cache_not_flushed",
@@ -96,13 +96,9 @@ class ReplaySection(Section):
     """With the check on: share of a rollout's samples, at least one, that their servers compute again,
     to compare rows and log-probs with those delivered; 0 is off.  Its former name is r3_audit_share."""
     r3_canaries: int = Field(default=1024, ge=0)
-    """With the check on: tokens of fixed texts, two at least, that every server and the actor score after
-    every weight update, before a rollout is sent; the run ends where they disagree (docs/r3.md).  0 is off."""
-    r3_keep_score_ratio: Annotated[
-        float, requires("use_rollout_routing_replay: nothing is replayed")
-    ] = Field(default=0.0, ge=0, le=1)
-    """Keep a replayed expert only while its live score is at least this share of the score of the live
-    top-k's weakest; the best live expert that the row lacks takes its place.  0 keeps all."""
+    """With the check on, or --check-weight-update-equal: tokens of fixed texts, two at least, that every server and
+    the actor score after every weight update, before a rollout is sent; the run ends where they disagree (docs/r3.md).
+    0 is off."""
     log_route_drift: Annotated[
         bool, requires("use_rollout_routing_replay: there is nothing to drift away from")
     ] = False

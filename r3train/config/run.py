@@ -149,16 +149,17 @@ class RunConfig(Section):
 
     @property
     def canaries(self) -> int:
-        """r3_canaries; 0 with the check off, and where servers cannot say what the actor says.
+        """r3_canaries; 0 without the R3 check or check_weight_update_equal, and where servers cannot say what the actor says.
 
-        That is without servers or actor, where servers compute in another precision than the actor, and where one
+        The latter is without servers or actor, where servers compute in another precision than the actor, and where one
         server has several replicas, of which any answers.
         """
         servers = self.rollout.sglang
         alike = self.server_dtype == self.model.dtype_name and not servers.get("quantization")
         alone = servers.get("dp_size") in (None, 1)
         trains = not self.checkpoint.debug_rollout_only
-        if not (self.r3_check_enabled and self.has_engines and alike and alone and trains):
+        asked = self.r3_check_enabled or self.trainer.check_weight_update_equal
+        if not (asked and self.has_engines and alike and alone and trains):
             return 0
         return self.replay.r3_canaries
 

@@ -98,7 +98,8 @@ class TrainerSection(Section):
     if all servers are on this node, else the address from which they are reached.  Pipeline stages on other
     nodes use the interface of that name there, else such an address."""
     check_weight_update_equal: Annotated[bool, requires("has_engines")] = False
-    """After every weight update, compare every tensor of every server with the actor's, bit for bit."""
+    """After every weight update, compare every tensor of every server with the actor's, bit for bit, and let
+    servers and actor score canaries (--r3-canaries)."""
     peak_tflops: float | None = Field(default=None, gt=0)
     """Peak TFLOP/s of one GPU (989 for an H100 in bfloat16): writes perf/mfu, the share of it that the
     model's arithmetic uses."""

@@ -189,11 +189,11 @@ def read_recheck(
 
 
 def read_given(
-    answer: Any, token_ids: np.ndarray, start: int, rid: str, *, routes: RouteShape
+    answer: Any, token_ids: np.ndarray, start: int, rid: str, *, routes: RouteShape | None
 ) -> Scores:
     """Validate and convert the answer to a text that was given, with log-probs after token ``start``.
 
-    Raises ValueError for one that is aborted or contradicts itself or the request.
+    routes: None where none were asked for.  Raises ValueError for an answer that is aborted or contradicts itself or the request.
     """
     name, num_tokens = "of a canary", len(token_ids)
     try:
@@ -206,8 +206,10 @@ def read_given(
             got = repr(cached)[:100]
             raise ValueError(f"sample {name}: cached_tokens is {got}, expected 0..{num_tokens - 1}")
         scored = input_log_probs(meta, token_ids[start:], name)
-        payload = meta.get("routed_experts")
-        rows = _rows(payload, routes, num_tokens, 0, name, decode_routed_experts)
+        rows = np.zeros((num_tokens - 1, 0, 0), dtype=np.uint8)
+        if routes is not None:
+            payload = meta.get("routed_experts")
+            rows = _rows(payload, routes, num_tokens, 0, name, decode_routed_experts)
     except (AttributeError, LookupError, OverflowError, TypeError) as error:
         raise ValueError(
             f"sample {name}: a damaged answer: {type(error).__name__}: {error}"

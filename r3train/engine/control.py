@@ -496,13 +496,14 @@ class EngineControl:
         key: str,
         *,
         server: int,
-        routes: RouteShape,
+        routes: RouteShape | None,
         halves: bool,
         adapter: str | None = None,
     ) -> CanaryScores:
         """Let a server score a text from its first token on, after twice from its middle on with ``halves``.
 
-        key: the cache key of this text alone, by which nothing else can fill or use the cache.
+        key: the cache key of this text alone, by which nothing else can fill or use the cache.  routes: None where
+        servers return none.
         """
         half = len(token_ids) // 2
         arguments = (token_ids, key, server, routes, adapter)
@@ -515,7 +516,7 @@ class EngineControl:
         token_ids: np.ndarray,
         key: str,
         server: int,
-        routes: RouteShape,
+        routes: RouteShape | None,
         adapter: str | None,
     ) -> Scores:
         body = {
@@ -524,7 +525,7 @@ class EngineControl:
             "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
             "return_logprob": True,
             "logprob_start_len": start,
-            "return_routed_experts": True,
+            "return_routed_experts": routes is not None,
             "extra_key": key,
             **_adapter_body(adapter),
         }

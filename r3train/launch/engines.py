@@ -268,23 +268,6 @@ class Engines(RolloutFleet):
         require_equal_on_servers(self._control, reference, weights, version=version)
         return reference.newest
 
-    def probe(self, token_ids: np.ndarray) -> list[np.ndarray]:
-        """Return the log-probs of one text on every server, float32[T-1] each."""
-        return [
-            self._control.probe_log_probs(token_ids, server=i, adapter=self._newest_adapter)
-            for i in range(self._control.num_servers)
-        ]
-
-    def stale_tokens(self, token_ids: np.ndarray) -> int:
-        """Tokens of a text that a server kept from before an update that should drop its cache.
-
-        The text must have been asked for after the update before.  0 where requests keep apart what
-        each version cached.
-        """
-        if not self.job.config.rollout.fresh_prefixes:
-            return 0
-        return self._control.cached_tokens(token_ids, adapter=self._newest_adapter)
-
     def canary_texts(self, count: int, longest: int) -> list[np.ndarray]:
         """Make ``count`` texts of ``longest`` tokens, int32[longest] each: prompts of the run with answers to them.
 

@@ -7,9 +7,11 @@ the noise of sound readings.  The first few of them, of --r3-canaries tokens tog
               all ranks: one pass of the actor with the servers' experts, and its own choice next to them
               rank 0: the verdict, its evidence; all ranks end where it failed
 
-With --pause-generation-mode in_place servers are paused during the update.  There canaries are read right after it, beside
+With --pause-generation-mode in_place or retract servers are paused during the update.  There canaries are read right after it, beside
 generation.  With --colocate servers read them at the beginning of their turn, and the actor and the verdict follow in its next turn,
 before it trains.
+
+Without --use-rollout-routing-replay there are no experts to compare: readings are log-probs alone, and the actor routes for itself.
 """
 
 from __future__ import annotations
@@ -66,6 +68,8 @@ _FEWEST, _LONGEST = 2, 512  # canaries, and tokens of one
 _HALVED = 1
 _LIVE_EVERY = 8  # versions: the actor by its own routers, a pass of its own that nothing judges
 _SPARE_TOKENS = 8  # of the context, for what servers keep back
+# nats: |actor - server| of one token where an expert that is nearly chosen takes another's place, which replay prevents
+_GAP_OF_OTHER_EXPERTS = 0.5
 _PASS = "old_log_prob"
 
 
@@ -81,7 +85,8 @@ class NotServed(AssertionError):
 class Canaries:
     """The canaries of a run; all ranks call its methods together.
 
-    rank_zero: None on other ranks; resumed: the checkpoint that the run goes on from.
+    rank_zero: None on other ranks; evidence: None without the R3 check, where metrics alone tell of the verdicts;
+    resumed: the checkpoint that the run goes on from.
     """
 
     config: RunConfig
@@ -106,14 +111,21 @@ class Canaries:
         self._records: dict[int, list[ServedRecord]] = {}  # by weight version
         self._name = f"r3train-canary-{secrets.token_hex(4)}"
         # servers are paused during an update, and read canaries after it
-        self.beside_generation = self.config.rollout.pause_generation_mode == "in_place"
+        self.beside_generation = self.config.rollout.pause_generation_mode in (
+            "in_place",
+            "retract",
+        )
         self.in_turns = self.config.rollout.colocate
+        self._replays = self.config.replay.use_rollout_routing_replay
+        self._moe_layers = (
+            self.hf.moe_layer_numbers if self._replays else ()
+        )  # whose experts are compared
         self._said: dict[int, list[CanaryScores]] = {}  # rank 0: not judged yet
         self._seconds = 0.0  # of servers, for these
         # rank 0: texts, what servers said of them, and what they said again
         self._begun: tuple[list[np.ndarray], *[dict[int, list[CanaryScores]]] * 2] | None = None
         path = self.resumed and self.resumed / CANARY_FILE
-        if path is not None and path.exists():
+        if path is not None and self._replays and path.exists():
             self._read(path)
             self.ready = True
 
@@ -165,18 +177,20 @@ class Canaries:
         router: dict[int, tuple[int, int]],
     ) -> CanaryNoise:
         """Rank 0: the noise of readings, and of passes of the actor, that were made twice."""
-        moe, family = self.hf.moe_layer_numbers, FAMILIES[self.hf.model_type]
+        family, bf16 = FAMILIES[self.hf.model_type], self.config.model.bf16
         gaps = np.concatenate([ServerRead(version, s, reads[s], own[s]).gaps() for s in reads])
         pairs = [pair for s in reads for pair in zip(reads[s], again[s], strict=True)]
         twice = [(a.early, b.early) for a, b in pairs[:_HALVED]]
         twice += [(a.whole, b.whole) for a, b in pairs]
         of_actor = [pair for s in reads for pair in zip(own[s], repeated[s], strict=True)]
-        stores_less = family.served_in_less and not self.config.model.bf16
+        gap_floor = family.log_prob_gap if family.served_in_less and not bf16 else 0.0
+        if not self._replays:
+            gap_floor = _GAP_OF_OTHER_EXPERTS
         return CanaryNoise(
-            repeat=difference(twice, moe),
+            repeat=difference(twice, self._moe_layers),
             gap_mean=float(gaps.mean()),
             gap_max=float(gaps.max()),
-            gap_floor=family.log_prob_gap if stores_less else 0.0,
+            gap_floor=gap_floor,
             actor_repeat=max(float(np.abs(a - b).max()) for a, b in of_actor),
             rows=sum(rows for rows, _ in router.values()),
             rows_left=sum(left for _, left in router.values()),
@@ -203,10 +217,14 @@ class Canaries:
         repeats = (
             "bit by bit" if noise.repeat.is_none else f"to {noise.repeat.log_prob_off:.2g} nats"
         )
+        experts = (
+            f"{of.experts_used / of.experts:.0%} of the (layer, expert) pairs and "
+            if of.experts
+            else ""
+        )
         self.rank_zero.display.note(
-            f"canaries: {len(self._texts)} texts, {sum(map(len, self._texts))} tokens; they use"
-            f" {of.experts_used / of.experts:.0%} of the (layer, expert) pairs and"
-            f" {of.tokens_used / of.vocabulary:.0%} of the vocabulary; servers repeat themselves {repeats}, and are"
+            f"canaries: {len(self._texts)} texts, {sum(map(len, self._texts))} tokens; they use {experts}"
+            f"{of.tokens_used / of.vocabulary:.0%} of the vocabulary; servers repeat themselves {repeats}, and are"
             f" {noise.gap_mean:.2g} nats from the actor on average"
         )
 
@@ -307,7 +325,7 @@ class Canaries:
                     router=router[server],
                     noise=self._noise,
                     before=self._before or Before.of(self._noise),
-                    moe_layers=self.hf.moe_layer_numbers,
+                    moe_layers=self._moe_layers,
                     num_experts=self.hf.num_experts,
                     vocab_size=self.hf.vocab_size,
                 )
@@ -316,7 +334,8 @@ class Canaries:
         self._records.setdefault(version, []).extend(records)
         for old in [v for v in self._records if v < version - 1]:
             del self._records[old]
-        self.evidence.write_served(records)
+        if self.evidence is not None:
+            self.evidence.write_served(records)
         verdict = judge_served(records)
         if not verdict.failures:
             self._before = Before.of(self._noise, records)
@@ -359,6 +378,7 @@ class Canaries:
         Returns on rank 0, by server, float32[T] of each text (entry 0 is 0), and the rows of the actor with those
         whose own choice was another.
         """
+        live &= self._replays
         sharing: dict[bytes, list[int]] = {}
         for server, of_texts in reads.items():
             sharing.setdefault(b"".join(r.whole.rows.tobytes() for r in of_texts), []).append(
@@ -368,7 +388,11 @@ class Canaries:
         own, router = {}, {}
         self._live.clear()
         for i in range(broadcast_json(len(groups))):
-            rows = [r.whole.rows for r in reads[groups[i][0]]] if groups else []
+            rows = (
+                [r.whole.rows if self._replays else None for r in reads[groups[i][0]]]
+                if groups
+                else []
+            )
             found, by_own_routers, counts = self._pass(texts, rows, version, live)
             for server in groups[i] if groups else ():
                 own[server], router[server] = found, counts
@@ -377,7 +401,11 @@ class Canaries:
         return own, router
 
     def _pass(
-        self, texts: Sequence[np.ndarray], rows: Sequence[np.ndarray], version: int, live: bool
+        self,
+        texts: Sequence[np.ndarray],
+        rows: Sequence[np.ndarray | None],
+        version: int,
+        live: bool,
     ) -> tuple[list[np.ndarray], list[np.ndarray], tuple[int, int]]:
         """Score the texts with these experts, and with ``live`` by the actor's own routers, else as zeros."""
         mine, microbatches = self.actor.topology, None
@@ -386,12 +414,14 @@ class Canaries:
                 _sample(i, *of, version) for i, of in enumerate(zip(texts, rows, strict=True))
             ]
             dealt = deal_samples(samples, mine, self.config.trainer.max_tokens_per_gpu)
-            microbatches = build_microbatches(dealt, mine, route_shape=self.hf.route_shape)
+            shape = self.hf.route_shape if self._replays else None
+            microbatches = build_microbatches(dealt, mine, route_shape=shape)
         lengths = broadcast_json([len(text) for text in texts])
         count = broadcast_json(microbatches and len(microbatches[0]))
         slices = distribute_slices(microbatches, self.topologies, count)
         self.actor.check_replay(True)
-        log_probs = self.actor.compute_log_probs(slices, _PASS, 1.0, version)
+        replay_pass = _PASS if self._replays else None
+        log_probs = self.actor.compute_log_probs(slices, replay_pass, 1.0, version)
         counts = StepTotals(self.hf.route_shape)
         for call in self.actor.collect_evidence(version):
             counts.add(call)
@@ -425,8 +455,8 @@ class Canaries:
     # -- in a checkpoint -----------------------------------------------------------------------
 
     def keep(self, directory: Path) -> None:
-        """Rank 0: write texts, noise and first readings into a checkpoint."""
-        if self._noise is None:
+        """Rank 0: write texts, noise and first readings into a checkpoint; none where readings are log-probs alone."""
+        if self._noise is None or not self._replays:
             return
         tensors = {f"text.{i}": text for i, text in enumerate(self._texts)}
         server = next(iter(self._first.values()))
@@ -498,8 +528,10 @@ def served_metrics(records: Sequence[ServedRecord]) -> dict[str, Any]:
     }
 
 
-def _sample(number: int, token_ids: np.ndarray, rows: np.ndarray, version: int) -> TrainSample:
-    """A text with a server's rows, as a sample whose rows are of the actor's weights."""
+def _sample(
+    number: int, token_ids: np.ndarray, rows: np.ndarray | None, version: int
+) -> TrainSample:
+    """A text with a server's rows, if it has any, as a sample whose rows are of the actor's weights."""
     length = len(token_ids)
     after_first = np.arange(length) > 0
     sample = RolloutSample(

@@ -45,14 +45,6 @@ class RolloutFleet:
         """Hold every server's tensors against these; returns the checkpoint written of them."""
         raise AssertionError("there is no server")
 
-    def probe(self, token_ids: np.ndarray) -> list[np.ndarray]:
-        """The log-probs of one text on every server, float32[T-1] each."""
-        return []
-
-    def stale_tokens(self, token_ids: np.ndarray) -> int:
-        """Tokens of a text that a server kept in its cache from before an update."""
-        return 0
-
     def canary_texts(self, count: int, longest: int) -> list[np.ndarray]:
         """Texts of the run's own kind, int32[longest] each."""
         raise AssertionError("there is no server")

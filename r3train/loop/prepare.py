@@ -351,7 +351,6 @@ def step_expectation(
             [s.sample for s in samples],
             [_counted_versions(s.sample, own, config) for s, own in zip(samples, versions)],
         ),
-        keep_score_ratio=config.replay.r3_keep_score_ratio,
         expected_calls=expected_calls(
             passes=passes,
             num_microbatches=num_microbatches,

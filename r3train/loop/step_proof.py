@@ -92,12 +92,14 @@ class StepProof:
     def gap_metrics(self, metrics: Mapping[str, Any]) -> dict[str, float]:
         """Rank 0: split the gap of a step, which has ``metrics``, after ``judge`` if that is due."""
         rechecked, self._twice = self._twice, None
-        reads = self.canaries.last_reads if self.canaries is not None else []
+        replayed, reads = self.config.replay.use_rollout_routing_replay, []
+        if self.canaries is not None and replayed:
+            reads = self.canaries.last_reads
         return gap_budget(
             metrics,
             rechecked=rechecked,
             canaries=canary_log_probs(reads) if reads else None,
-            replayed=self.config.replay.use_rollout_routing_replay,
+            replayed=replayed,
             flushed=self.config.rollout.flush_cache_on_update,
         )
 

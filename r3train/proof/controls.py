@@ -34,8 +34,7 @@ def beaten_by(
     rows is required too: in many rows a small difference is soon sure and means nothing.
     Routes sampled at random are at chance, and so are their controls.
     """
-    rows = values["rows_replayed"] + values.get("rows_dropped", 0)
-    equal = values["rows_equal"]
+    rows, equal = values["rows_replayed"], values["rows_equal"]
     control = max(CONTROLS, key=lambda name: values[name])
     if of_indexer:
         equal = rows - values[control]

@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from operator import attrgetter
-from typing import Annotated, Any, get_args, Literal
+from typing import Any, get_args, Literal
 
 import msgspec
 import numpy as np
-from msgspec import Meta
 
 from r3train.proof.controls import beaten_by
 from r3train.routing.agreement import chance_levels
@@ -61,9 +60,6 @@ COUNTS = (
     "rows_current",
     "rows_current_equal",
     "rows_current_mismatch",
-    "slots_dropped",
-    "rows_dropped",
-    "dropped_off",
 )
 # The distance of a call's values from those that a call can have: must be 0.
 _IMPOSSIBLE = ("row_kinds_off", "topk_off", "replay_idx_sum_off", "part_rows_off")
@@ -74,12 +70,14 @@ ERRORS = (
     "duplicate_rows",
     "map_deviation",
     "rows_recompute_differ",
-    "dropped_off",
     *_IMPOSSIBLE,
 )
 # On ranks that see copies of another rank's tokens only calls and their errors count.
 _COUNTED_ON_COPIES = {
-    *("num_calls", "rows_native", "duplicate_rows", "map_deviation", "dropped_off"),
+    "num_calls",
+    "rows_native",
+    "duplicate_rows",
+    "map_deviation",
     *_IMPOSSIBLE,
 }
 _KEPT_ON_COPIES = [name in _COUNTED_ON_COPIES for name in COUNTERS]
@@ -120,7 +118,6 @@ class StepTotals:
     def add(self, call: ReplayEvidence) -> None:
         """Add one call, or a sum of calls."""
         rows = call.rows_replayed + call.rows_filled + call.rows_padding + call.rows_native
-        rows += call.rows_dropped
         of_router = call.stage in ROUTERS
         left = call.num_rows * call.topk if of_router else call.replay_idx_sum
         values = [
@@ -213,17 +210,14 @@ def _sum_of(calls: Sequence[ReplayEvidence]) -> ReplayEvidence:
 
 
 def _part_rows_off(call: ReplayEvidence) -> int:
-    """Return by how much a sub-count (current or dropped rows) exceeds its total; 0 if consistent."""
+    """Return by how much a count of current rows exceeds its total; 0 if consistent."""
     equal, mismatch = call.rows_current_equal, call.rows_current_mismatch
-    slots, dropped = call.slots_dropped, call.rows_dropped
     return max(
         0,
-        call.rows_current - (call.rows_replayed + call.rows_filled + dropped),
+        call.rows_current - (call.rows_replayed + call.rows_filled),
         equal + mismatch - call.rows_current,
         equal - call.rows_equal,
         mismatch - call.rows_mismatch,
-        dropped - slots,
-        slots - call.topk * (dropped + call.rows_filled),
     )
 
 
@@ -272,8 +266,6 @@ class StepExpectation(msgspec.Struct, frozen=True, kw_only=True):
     expected_rows_implied: Amount | None = None
     # rows by class and weight version; None where a sample's classes are not known
     rows_by_class: dict[RowLabel, dict[Version, Amount]] | None = None
-    # with 0 no replayed expert may be dropped
-    keep_score_ratio: Annotated[float, Meta(ge=0, le=1)]
     expected_calls: dict[ReplayPass, dict[ReplayStage, dict[LayerNumber, Amount]]]
     places: list[Place] = []
 
@@ -433,12 +425,11 @@ def judge(
             if cell[1] in INDEXERS:
                 rightly = expectation.expected_rows_implied
             got["rows_left_out"] = expectation.expected_rows_filled[cell[2]] - (rightly or 0)
-        whole = got["rows_replayed"] + got["rows_dropped"]
         failures += [Failure(*cell, n, got[n], v) for n, v in wanted.items() if got[n] != v]
         # the current rows with a missing slot are not compared: there are at most those replayed
-        current = min(got["rows_current"], whole)
+        current = min(got["rows_current"], got["rows_replayed"])
         mismatch, allowed = got["rows_current_mismatch"], mismatch_threshold * current
-        older, of_older = got["rows_mismatch"] - mismatch, whole - current
+        older, of_older = got["rows_mismatch"] - mismatch, got["rows_replayed"] - current
         place = f"at step {expectation.step}, {cell[0]}/{cell[1]}, layer {cell[2]}"
         if mismatch > allowed:
             above.append(Failure(*cell, "rows_current_mismatch", mismatch, allowed))
@@ -477,7 +468,7 @@ def _wanted(cell: Cell, got: dict[str, int], expectation: StepExpectation) -> di
     if calls:
         wanted["fingerprint"] = expectation.expected_fingerprints[layer]
         # recorded rows that were left over would be missing here
-        wanted["rows_replayed"] = expectation.expected_rows_replayed[layer] - got["rows_dropped"]
+        wanted["rows_replayed"] = expectation.expected_rows_replayed[layer]
         wanted["rows_filled"] = expectation.expected_rows_filled[layer]
         never = expectation.rows_never_computed
         if stage in INDEXERS and expectation.expected_rows_implied is not None:
@@ -496,9 +487,7 @@ def _wanted(cell: Cell, got: dict[str, int], expectation: StepExpectation) -> di
         if stage == SAMPLING_MASK:
             current = expectation.expected_masks_current or {}
         wanted["rows_current"] = current[replay_pass]
-    if not expectation.keep_score_ratio:
-        wanted |= {"slots_dropped": 0, "rows_dropped": 0}
-    return {**wanted, "rows_compared": got["rows_replayed"] + got["rows_dropped"]}
+    return {**wanted, "rows_compared": got["rows_replayed"]}
 
 
 def _further_agreement(
@@ -520,7 +509,7 @@ def agreement_shares(layers: Sequence[Mapping[str, int]], shape: RouteShape) -> 
     ``current_...`` and ``stale_...`` are shares of the rows of the actor's own version and of the
     others, where there are any.  Empty where no row was replayed in these layers.
     """
-    rows = sum(values["rows_replayed"] + values["rows_dropped"] for values in layers)
+    rows = sum(values["rows_replayed"] for values in layers)
     if not rows:
         return {}
     shares = {
@@ -528,7 +517,7 @@ def agreement_shares(layers: Sequence[Mapping[str, int]], shape: RouteShape) -> 
         for name in COUNTS
         if name in ("rows_equal", "rows_overlap", "rows_mismatch") or name.startswith("control_")
     }
-    current = sum(min(v["rows_current"], v["rows_replayed"] + v["rows_dropped"]) for v in layers)
+    current = sum(min(v["rows_current"], v["rows_replayed"]) for v in layers)
     for name in ("equal", "mismatch"):
         own = sum(values[f"rows_current_{name}"] for values in layers)
         if current:

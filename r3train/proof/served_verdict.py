@@ -188,7 +188,7 @@ def difference(pairs: Iterable[tuple[Scores, Scores]], moe_layers: Sequence[int]
 
 def _other_experts(one: Scores, other: Scores, moe_layers: Sequence[int]) -> np.ndarray:
     """bool[T-1, l]: rows whose sets of experts are not the same."""
-    layers = np.asarray(moe_layers) - 1
+    layers = np.asarray(moe_layers, dtype=np.int64) - 1
     a, b = (np.sort(reading.rows[:, layers], axis=-1) for reading in (one, other))
     return (a != b).any(axis=-1)
 

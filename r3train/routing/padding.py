@@ -30,14 +30,6 @@ def fill_missing(
     return torch.where(missing, best.gather(1, nth_missing), experts)
 
 
-def dropped_slots(replayed: torch.Tensor, live: torch.Tensor, ratio: float) -> torch.Tensor:
-    """Find the replayed experts whose gate is below ``ratio`` of the live top-k's weakest, bool[m, K].
-
-    replayed, live: float[m, K], gate values of the replayed experts and of the live top-k.
-    """
-    return replayed < ratio * live.amin(1, keepdim=True)
-
-
 def padding_routes(num_rows: int, topk: int, num_experts: int) -> np.ndarray:
     """Routes of whole padding rows, dealt round the experts so that they pile up nowhere.
 

@@ -31,7 +31,7 @@ from r3train.engine import client, publish, publish_disk, publish_memory
 from r3train.engine.backend import Request, Segment
 from r3train.ids import is_of_rollout
 from r3train.hf_checkpoint import weight_files
-from r3train.loop import weight_probe
+from r3train.loop import canaries
 from r3train.loop.prepare import Plant
 from r3train.trainer.megatron import actor, checkpoint
 from r3train.types import TrainSample
@@ -368,13 +368,15 @@ def export_frozen(hf, tensors):
 
 @mutation(caught_by=PUBLISHING)
 @contextmanager
-def probe_of_itself(config, hf):
-    """The weights are frozen, and the probe compares the actor with itself."""
+def canaries_of_itself(config, hf):
+    """The weights are frozen, and canaries compare the actor with itself."""
 
-    def compare(original, actor, engine, *args, **kwargs):
-        return original(actor, actor, *args, **kwargs)
+    def compare(original, now, *args, **kwargs):
+        scores = [replace(of.whole, log_probs=own) for of, own in zip(now.readings, now.actor)]
+        readings = [replace(of, whole=one) for of, one in zip(now.readings, scores)]
+        return original(replace(now, readings=readings), *args, **kwargs)
 
-    with patched(weight_probe, "compare", compare):
+    with patched(canaries, "compare_servers", compare):
         with MUTATIONS["weights_frozen"].patch(config, hf):
             yield
 

@@ -173,7 +173,7 @@ def test_adapters_on_the_server_where_each_answer_has_one_version(task, tmp_path
     assert job.code == 0, job.output
     metrics = proved(job.run_dir, 4)
     assert total(metrics, "rollout/spanning_samples") > 0, "no update came between calls"
-    assert metrics[-1]["train/weight_probe_gap"] <= 1e-4
+    assert metrics[-1]["served/gap_max"] <= 1e-4
 
 
 def test_retracting_updates_without_replay_train_each_token_of_a_session_once(

@@ -64,7 +64,7 @@ def test_the_export_reloads_in_transformers_with_the_logits_of_the_server(dumped
     from tests.e2e.sglang_support import Reference
 
     # published and probed at the end: the server holds what the actor holds
-    assert dumped.metrics()[-1]["train/weight_probe_gap"] <= 1e-4
+    assert dumped.metrics()[-1]["served/gap_max"] <= 1e-4
     tokens = np.arange(3, 23, dtype=np.int32)
     with EngineControl([engine]) as control:
         served = control.probe_log_probs(tokens)

@@ -349,7 +349,7 @@ def test_a_job_of_the_family_is_proved_and_its_server_follows_the_actor(family, 
         assert m["r3_audit/parts"] == 16 and m["r3_audit/missed"] == 0
         # the second step is on weights that came through an update
         assert m["train/log_prob_gap_max"] <= within, m
-        assert m["train/weight_probe_gap"] <= within and m["train/grad_norm"] > 0
+        assert m["served/gap_max"] <= within and m["train/grad_norm"] > 0
         assert m["perf/published_tensors"] == len(tensor_names(read_hf_facts(model)))
     checked = CliRunner().invoke(main, ["check-evidence", str(job.run_dir)])
     assert checked.exit_code == 0, checked.output

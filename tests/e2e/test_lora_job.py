@@ -58,7 +58,7 @@ def test_servers_get_adapters_merged_and_after_the_first_update_the_adapted_tens
         assert m["r3/passed"] is True and m["r3/rows_replayed"] > 0
         assert m["r3_audit/passed"] is True
         # the server's merged weights and the actor's adapters are the same policy
-        assert m["train/log_prob_gap_max"] <= 1e-4 and m["train/weight_probe_gap"] <= 1e-4, m
+        assert m["train/log_prob_gap_max"] <= 1e-4 and m["served/gap_max"] <= 1e-4, m
         assert m["train/grad_norm"] > 0
     assert metrics[0]["train/kl"] == 0 and metrics[-1]["train/kl"] > 0
     kinds = read_headers(tiny / "model")
@@ -169,7 +169,7 @@ def proved(metrics: list[dict], gap: float = 1e-4, unaudited: int = 0) -> None:
         assert m["r3/passed"] is True and m["r3/rows_replayed"] > 0
         assert m["r3_audit/passed"] is not False
         # from the second update on B is not zero: a server without the adapter would not agree
-        assert m["train/weight_probe_gap"] <= gap, m
+        assert m["served/gap_max"] <= gap, m
 
 
 def test_versions_are_adapters_side_by_side_and_every_answer_ends_on_its_own(

@@ -69,8 +69,8 @@ def test_old_log_probs_equal_sglangs_at_weight_version_0(proved):
     assert first["train/log_prob_gap_max"] <= 1e-4
 
 
-def test_after_every_update_the_server_holds_what_the_actor_holds(proved):
-    assert all(m["train/weight_probe_gap"] <= 1e-4 for m in proved.metrics())
+def test_after_every_update_the_server_computes_what_the_actor_computes(proved):
+    assert all(m["served/gap_max"] <= 1e-4 for m in proved.metrics())
 
 
 # what each check says of its bug in a job; test_slurm plants layer_swap in CI
@@ -86,11 +86,13 @@ CAUGHT = {
     "tensor_of_last_version": r" 1 of \d+ tensors of engine 0 are not",
     "weights_frozen": r" (\d+) of \1 tensors of engine 0 are not",
     "export_frozen": "parameters of rank 0 are not what",
-    "probe_of_itself": r" (\d+) of \1 tensors of engine 0 are not",
+    "canaries_of_itself": r" (\d+) of \1 tensors of engine 0 are not",
     "expert_bias_not_exported": "e_score_correction_bias was not sent",
     "version_with_first_bucket": "last bucket carried no version",
-    "cache_not_flushed": "probe tokens",
+    "cache_not_flushed": "not served: EARLY",
 }
+# what canaries alone catch, or stand in the way of
+OF_CANARIES = ("cache_not_flushed", "canaries_of_itself")
 # the others are caught on real ranks or servers by tests/oracle, test_true_to_sampling.py and
 # test_weights_are_proved.py too
 IN_CI = ("token_shift",)
@@ -111,7 +113,7 @@ def test_a_planted_bug_fails_the_check_and_the_job(bug, tmp_path, tiny_flags, en
         *("--num-rollout", "2", *served, "--plant-bug", bug),
         # which would name some of the others first
         *(
-            ["--check-weight-update-equal", *jobs.NO_CANARIES]
+            ["--check-weight-update-equal"] + [*jobs.NO_CANARIES] * (bug not in OF_CANARIES)
             if bug in get_args(PublishBug)
             else ()
         ),
@@ -182,7 +184,7 @@ def test_ci_test_turns_the_check_on_and_holds_its_invariants(tmp_path, tiny, tin
         *("--use-rollout-routing-replay", "--ci-test", "--kl-loss-coef", "0.01"),
         *("--recompute-granularity", "full", "--recompute-method", "uniform"),
         *("--recompute-num-layers", "1", "--use-tis", "--entropy-coef", "0.001"),
-        *("--log-route-drift", "--r3-keep-score-ratio", "0.99", "--freeze-moe-router"),
+        *("--log-route-drift", "--freeze-moe-router"),
         *("--lr-warmup-iters", "0", "--save-hf", str(tmp_path / "hf")),
         *("--r3-evidence", "summed"),
     )
@@ -207,10 +209,7 @@ def test_ci_test_turns_the_check_on_and_holds_its_invariants(tmp_path, tiny, tin
     assert m["train/log_prob_gap_max"] <= 1e-4 and m["train/ppo_kl"] == 0.0
     # the controls are counted in the train forward, and agreement beats them there
     assert m["r3/agreement"] > 0.99 > m["r3/agreement_control_token_minus"] > 0
-    steps = [jobs.json.loads(line) for line in (job.run_dir / "evidence/steps.jsonl").open()]
     # the second rollout is of weights before the first update: its rows are another router's choice
-    assert [step["keep_score_ratio"] for step in steps] == [0.99, 0.99]
-    assert steps[1]["counts"]["rows_dropped"] > steps[0]["counts"]["rows_dropped"] == 0
     assert later["r3/drift_left"] > m["r3/drift_left"] == 0
     (exported,) = (tmp_path / "hf").glob("**/*.safetensors")
     before, after = load_file(tiny / "model/model.safetensors"), load_file(exported)

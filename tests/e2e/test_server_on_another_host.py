@@ -135,7 +135,7 @@ def test_a_job_trains_with_it_by_the_default_transport_and_the_key_is_shown_nowh
     assert job.code == 0, job.output
     metrics = job.metrics()
     assert len(metrics) == 2 and all(m["r3/passed"] is True for m in metrics)
-    assert all(m["train/weight_probe_gap"] <= 1e-4 for m in metrics)
+    assert all(m["served/gap_max"] <= 1e-4 for m in metrics)
     text = server.log.read_text()
     assert f"master_address={other_host.ours}," in text, "not over the other host's network"
     assert "'api_key': '***'" in text, "SGLang writes its arguments to its log"

@@ -75,7 +75,7 @@ def test_a_job_trains_with_it_and_the_ranks_of_both_nodes_get_its_weights(
     assert job.code == 0, job.output[-6000:]
     metrics = job.metrics()
     assert [m["r3/passed"] for m in metrics] == [True, True]
-    assert all(m["train/weight_probe_gap"] <= 1e-4 for m in metrics)
+    assert all(m["served/gap_max"] <= 1e-4 for m in metrics)
     follower = server.log.with_name("1.log").read_text()
     assert "world_size=3, " in follower and "rank=2, " in follower, follower[-3000:]
 

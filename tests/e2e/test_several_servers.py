@@ -111,7 +111,7 @@ def test_a_job_with_two_servers_of_its_own_keeps_both_at_its_weights(tmp_path, t
     assert job.code == 0, job.output
     metrics = job.metrics()
     assert len(metrics) == 3 and all(m["r3/passed"] is True for m in metrics)
-    assert all(m["train/weight_probe_gap"] <= 1e-4 for m in metrics), "the larger gap of the two"
+    assert all(m["served/gap_max"] <= 1e-4 for m in metrics), "the larger gap of the two"
     for i in range(2):
         log = (job.run_dir / "logs" / f"sglang_{i}.log").read_text()
         assert len(re.findall(r"POST /generate", log)) > 3 + 1, "more than the probes and warm-up"

@@ -172,7 +172,7 @@ def test_servers_on_a_node_of_their_own_serve_ranks_on_another_with_a_key(
         assert "'host': '127.0.0.2'" in logs[f"server-{i}.log"], "the second node's address"
         assert "'api_key': '***'" in logs[f"server-{i}.log"]
     gaps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert all(step["train/weight_probe_gap"] <= 1e-4 for step in gaps)
+    assert all(step["served/gap_max"] <= 1e-4 for step in gaps)
     assert cores == dict.fromkeys("01", psutil.cpu_count()), "ranks share one core"
 
 

@@ -223,7 +223,7 @@ def test_a_job_without_r3_trains_on_rollouts_that_updates_retracted(tmp_path, ti
     metrics = job.metrics()
     assert len(metrics) == 3 and sum(m["rollout/spanning_samples"] for m in metrics) > 0
     assert all(m["rollout/staleness_max"] <= 2 for m in metrics)
-    assert all(m["train/weight_probe_gap"] <= 1e-4 for m in metrics)
+    assert all(m["served/passed"] for m in metrics)
     every_prompt_has_one_fate(job, 12)
 
 

@@ -21,8 +21,12 @@ import torch
 
 from r3train.config import RunConfig
 from r3train.config.hf_facts import HfModelFacts
+from r3train.generation import stitch
+from r3train.host_group import host_group
+from r3train.layout.microbatch import slice_microbatch
+from r3train.loop.prepare import build_microbatches
 from r3train.routing.indexer_topk import num_words, to_bits
-from r3train.types import Prompt, RankSlice, RolloutSample, TrainSample
+from r3train.types import Prompt, RankSlice, RankTopology, RolloutSample, TrainSample
 
 SEARCHED: list[str] = []  # directories in which ranks look for packages first
 
@@ -169,6 +173,38 @@ def random_choices(hf: HfModelFacts, length: int, generator: np.random.Generator
         for position in range(topk, length - 1)
     ]
     return to_bits(np.array(ids, int).reshape(-1, layers, topk), num_words(length))
+
+
+def actor_log_probs(
+    actor: Any, topologies: Sequence[RankTopology], token_ids: np.ndarray
+) -> np.ndarray:
+    """The actor's log-prob of each token after those before it, float32[T], entry 0 is 0; a collective.
+
+    The actor routes for itself, at temperature 1.
+    """
+    prompt = Prompt("text", 0, "", token_ids, None)
+    sample = stitch.begin(prompt, sample_id=0, group_id=0)
+    text = TrainSample(sample, 0.0, np.zeros(len(token_ids), dtype=np.float32))
+    mine = actor.topology
+    # data-parallel ranks other than 0 take part with a pack of padding only
+    count = topologies[0].pp_size if topologies[0].vpp_size > 1 else 1
+    slices = []
+    for j in range(count):
+        packed = [text] if mine.dp_rank == 0 and j == 0 else []
+        [[microbatch]] = build_microbatches(
+            [[packed]], mine, first_microbatch_id=j, route_shape=None
+        )
+        slices.append(slice_microbatch(microbatch, mine))
+    log_probs = actor.compute_log_probs(slices, None, temperature=1.0)
+    out = torch.zeros(len(token_ids), dtype=torch.float32)
+    if mine.tp_rank == 0:
+        for s in slices:
+            rows = np.flatnonzero((s.token_uids >= 0) & (s.positions < len(token_ids) - 1))
+            if s.microbatch_id in log_probs and len(rows):
+                found = log_probs[s.microbatch_id].float().cpu()
+                out[torch.from_numpy(s.positions[rows]) + 1] = found[torch.from_numpy(rows)]
+    torch.distributed.all_reduce(out, group=host_group())
+    return out.numpy()
 
 
 def slices_of(

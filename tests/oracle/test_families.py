@@ -28,7 +28,14 @@ from r3train.families.tiny_options import TinyOptions
 from r3train.cpu.torchvision_stub import declare_torchvision_ops
 from tests.hf_reference import HfReference
 from tests.oracle import actors
-from tests.oracle.actors import actor_of, configuration, in_ranks, samples, slices_of
+from tests.oracle.actors import (
+    actor_log_probs,
+    actor_of,
+    configuration,
+    in_ranks,
+    samples,
+    slices_of,
+)
 
 TOKENS = 24
 SMALL = TinyOptions(num_layers=3, hidden_size=32, head_dim=8, moe_intermediate_size=16)
@@ -110,12 +117,10 @@ def make(directory: Path, name: str, **changes: Any) -> np.ndarray:
 
 def actors_log_probs(directories: list[str]) -> dict[str, torch.Tensor]:
     """The actor's log-probs of the text and the names that it exports, by directory; in a rank."""
-    from r3train.loop import weight_probe
-
     found = {}
     for directory in directories:
         with actor_of(configuration(Path(directory))) as actor:
-            log_probs = weight_probe.actor_log_probs(actor, [actor.topology], text())
+            log_probs = actor_log_probs(actor, [actor.topology], text())
             found[directory] = (
                 torch.from_numpy(log_probs),
                 sorted(n for n, _ in actor.hf_weights()),

@@ -13,7 +13,7 @@ import torch
 from r3train.verify.tiny import random_model, save
 from r3train.families.tiny_options import SIZES, TinyOptions
 from tests.oracle import actors
-from tests.oracle.actors import actor_of, configuration, in_ranks
+from tests.oracle.actors import actor_log_probs, actor_of, configuration, in_ranks
 
 STAND_INS = Path(__file__).parents[1] / "rehearsal/stand_ins"
 TOY = replace(TinyOptions(), **SIZES["gpu"])
@@ -25,13 +25,11 @@ def text() -> np.ndarray:
 
 def actors_log_probs(checkpoint: str) -> dict[str, Any]:
     """Log-probs of the text by the layers of each kind; in a rank."""
-    from r3train.loop import weight_probe
-
     found = {}
     for layers in ("local", "te"):
         config = configuration(Path(checkpoint), attention_backend=layers, max_tokens_per_gpu=256)
         with actor_of(config) as actor:
-            log_probs = weight_probe.actor_log_probs(actor, [actor.topology], text())
+            log_probs = actor_log_probs(actor, [actor.topology], text())
             found[layers] = torch.from_numpy(log_probs)
     return found
 

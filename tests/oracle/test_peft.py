@@ -15,7 +15,14 @@ from r3train.hf_checkpoint import read_headers
 from r3train.peft_files import not_in_peft, write_adapter
 from r3train.cpu.torchvision_stub import declare_torchvision_ops
 from tests.hf_reference import HfReference
-from tests.oracle.actors import actor_of, configuration, in_ranks, samples, slices_of
+from tests.oracle.actors import (
+    actor_log_probs,
+    actor_of,
+    configuration,
+    in_ranks,
+    samples,
+    slices_of,
+)
 from tests.oracle.test_families import family_of, make, text
 from tests.oracle.test_lora import SPARSE, drawn
 
@@ -30,7 +37,6 @@ def trained(directory: str, cases: list[tuple[str, dict, dict]]) -> dict[str, to
 
     A case: a directory's name, where an adapter begins in FAMILY; fields of LoRA, and of the topology.
     """
-    from r3train.loop import weight_probe
     from r3train.loop.distribute import gather_topologies
 
     found = {}
@@ -52,7 +58,7 @@ def trained(directory: str, cases: list[tuple[str, dict, dict]]) -> dict[str, to
             if torch.distributed.get_rank() == 0:
                 write_adapter(factors.items(), place.with_name(f"{name} saved"), config.lora, hf)
             topologies = gather_topologies(actor.topology)
-            found[name] = torch.from_numpy(weight_probe.actor_log_probs(actor, topologies, text()))
+            found[name] = torch.from_numpy(actor_log_probs(actor, topologies, text()))
     return found
 
 

@@ -77,9 +77,6 @@ def record(step: int, rank: int, replay_pass: str, layer: int, **changes) -> Rep
         rows_current=CURRENT_ROWS.get(replay_pass, 0),
         rows_current_equal=CURRENT_ROWS.get(replay_pass, 0),
         rows_current_mismatch=0,
-        slots_dropped=0,
-        rows_dropped=0,
-        dropped_off=0,
     )
     return ReplayEvidence(**{**values, **changes})
 
@@ -245,7 +242,6 @@ def expectation_of(step: int, ranks: Collection[int], microbatches: int = 1) -> 
         ),
         rows_never_computed=4 * calls,
         expected_rows_current=current,
-        keep_score_ratio=0.0,
         places=[Place([rank], own) for rank, own in each.items()],
     )
 

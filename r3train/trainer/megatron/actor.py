@@ -106,7 +106,6 @@ class MegatronActor:
                 ci_test=config.trainer.ci_test,
                 enable_r3_correctness_check=config.replay.enable_r3_correctness_check,
                 drift=drift,
-                keep_score_ratio=config.replay.r3_keep_score_ratio,
             )
             self.replay.install(self.model.unwrapped)
         self._auxiliary_losses = AuxiliaryLosses(

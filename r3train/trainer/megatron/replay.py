@@ -26,11 +26,14 @@ from megatron.core.tensor_parallel.random import is_checkpointing
 from megatron.core.transformer.moe.router import TopKRouter
 
 from r3train.patches import patch
-from r3train.routing.padding import fill_missing, dropped_slots, padding_routes
+from r3train.routing.padding import fill_missing, padding_routes
 from r3train.trainer.megatron.indexer_replay import ReplayedCall, StagedIndexer
-from r3train.trainer.megatron.replay_evidence import CallRecorder, Choice, Gates
+from r3train.trainer.megatron.replay_evidence import CallRecorder, Choice
 from r3train.trainer.megatron.route_drift import RouteDrift
 from r3train.types import RankSlice, ReplayEvidence, missing_marker
+
+# (scores float[m, E], experts int64[m, k]) -> gate values at the experts, float[m, k]
+Gates = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass
@@ -139,55 +142,35 @@ class RouterReplay:
             f"layer {self.layer_number}: the router sees {scores.shape[0]} rows, "
             f"{staged.num_rows} are staged"
         )
-        manager = self._manager
         recorded = staged.routes[:, staged.column[self.layer_number]].long()
-        own = None
-        if manager.recorder is not None or manager.drifts or manager.keep_score_ratio:
-            own = default_compute_topk(scores.detach(), topk, num_groups, group_topk)[1]
-        experts, dropped = recorded, None
-        if manager.keep_score_ratio:
-            experts, dropped = self._kept(staged, scores, recorded, own)
-        elif staged.rows_with_missing is not None:
-            rows = staged.rows_with_missing
-            holes = experts[rows]
+        experts = recorded
+        if (rows := staged.rows_with_missing) is not None:
+            holes = recorded[rows]
             filled = fill_missing(scores[rows], holes, holes == staged.marker)
-            experts = experts.index_copy(0, rows, filled)
+            experts = recorded.index_copy(0, rows, filled)
+        if self._manager.recorder is not None or self._manager.drifts:
+            own = default_compute_topk(scores.detach(), topk, num_groups, group_topk)[1]
+            self._observe(staged, scores.detach(), recorded, experts, own)
+        return scores.gather(1, experts), experts
+
+    def _observe(
+        self,
+        staged: StagedRoutes,
+        scores: torch.Tensor,
+        recorded: torch.Tensor,
+        experts: torch.Tensor,
+        own: torch.Tensor,
+    ) -> None:
+        """Show the served experts and the router's own top-k, int64[m, K] each, to the recorder and the drift."""
+        manager = self._manager
         if manager.recorder is not None:
-            manager.recorder.note_choice(
-                Choice(self.layer_number, scores.detach(), experts, own, dropped, self._gates)
-            )
+            manager.recorder.note_choice(Choice(self.layer_number, scores, experts, own))
         if manager.drifts and not in_recomputation():
             whole = staged.real
             if staged.rows_with_missing is not None:
                 whole = whole & (recorded != staged.marker).all(1)
-            replayed = recorded if dropped is not None else experts
-            replayed = torch.where(whole[:, None], replayed, own)  # a marker is no expert
-            gates = self._gates(scores, own), self._gates(scores, replayed)
-            manager.drift.add(self.layer_number, own, replayed, gates, whole)
-        return scores.gather(1, experts), experts
-
-    def _kept(
-        self, staged: StagedRoutes, scores: torch.Tensor, recorded: torch.Tensor, own: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Replace the recorded experts that the ratio lets go, and fill the missing ones.
-
-        Returns (experts int64[m, K], slots dropped bool[m, K]).  A recomputation repeats its forward's
-        decision: its scores may differ by the noise of the kernels.
-        """
-        manager = self._manager
-        key = manager.current_microbatch(self.vp_stage), self.layer_number
-        if in_recomputation() and key in manager.decided:
-            return manager.decided.pop(key)
-        with torch.no_grad():  # of this alone: without gradients no call looks like a recomputation
-            missing = recorded == staged.marker
-            safe = recorded.masked_fill(missing, 0)
-            gates = self._gates(scores, safe), self._gates(scores, own)
-            dropped = dropped_slots(*gates, manager.keep_score_ratio)
-            dropped = dropped & ~missing & staged.real[:, None]
-            decided = fill_missing(scores, safe, missing | dropped), dropped
-        if is_checkpointing():
-            manager.decided[key] = decided
-        return decided
+            gates = self._gates(scores, own), self._gates(scores, experts)
+            manager.drift.add(self.layer_number, own, experts, gates, whole)
 
 
 class IndexerReplay:
@@ -245,8 +228,7 @@ class RoutingReplayManager:
 
     ``enable_check_replay_result`` is True if the R3 check or ci_test is on.  If it is False, a router
     call does no extra work; nor while ``records`` is False, which changes between passes.  drift: set
-    where the router's drift is logged.  keep_score_ratio: as in --r3-keep-score-ratio; 0 keeps every
-    replayed expert.
+    where the router's drift is logged.
     """
 
     def __init__(
@@ -260,7 +242,6 @@ class RoutingReplayManager:
         ci_test: bool,
         enable_r3_correctness_check: bool,
         drift: RouteDrift | None = None,
-        keep_score_ratio: float = 0.0,
     ):
         self.enable_check_replay_result = ci_test or enable_r3_correctness_check
         self.num_experts = num_experts
@@ -268,16 +249,8 @@ class RoutingReplayManager:
         self._recorder: CallRecorder | None = None
         self.records = True
         if self.enable_check_replay_result:
-            self._recorder = CallRecorder(
-                rank=rank,
-                topk=topk,
-                counts_tokens=counts_tokens,
-                keep_score_ratio=keep_score_ratio,
-            )
+            self._recorder = CallRecorder(rank=rank, topk=topk, counts_tokens=counts_tokens)
         self.drift = drift
-        self.keep_score_ratio = keep_score_ratio
-        # (microbatch, layer) -> what its forward decided, which a recomputation must repeat
-        self.decided: dict[tuple[int | None, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self.drifts = False  # True in the pass in which the drift is counted
         self._routers: list[tuple[int, TopKRouter]] = []
         self._staged: dict[int, StagedRoutes] = {}
@@ -377,7 +350,6 @@ class RoutingReplayManager:
         self._forward.clear()
         self._backward.clear()
         self._active = self.drifts = False
-        self.decided.clear()
         if self.recorder is not None:
             self.recorder.end_pass()
 

@@ -6,7 +6,7 @@ time, each leaves one int64 vector, and ``collect`` stacks them all and copies t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TYPE_CHECKING
 
@@ -17,7 +17,6 @@ from megatron.core.tensor_parallel.random import is_checkpointing
 
 from r3train.routing.agreement import overlap_counts, shared_experts
 from r3train.routing.fingerprint import route_hashes, to_unsigned
-from r3train.routing.padding import dropped_slots
 from r3train.trainer.megatron.sampling_mask import SamplingMask, shard_of, was_left
 from r3train.types import ReplayEvidence
 
@@ -34,10 +33,6 @@ _SIGNATURE_COLUMNS = 4
 _TOGETHER = 16
 
 
-# (scores float[m, E], experts int64[m, k]) -> gate values at the experts, float[m, k]
-Gates = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-
-
 @dataclass
 class Choice:
     """The experts that the replay object served in the call in progress, and the router's own."""
@@ -46,8 +41,6 @@ class Choice:
     scores: torch.Tensor  # float[m, E]
     experts: torch.Tensor  # int64[m, K], served
     own: torch.Tensor  # int64[m, K], the trainer's own top-k
-    dropped: torch.Tensor | None  # bool[m, K], recorded slots served otherwise; None if none can be
-    gates: Gates
 
 
 @dataclass
@@ -65,13 +58,12 @@ class _Seen:
     routing_map: torch.Tensor  # bool[m, E]
     experts: torch.Tensor | None = None  # int64[m, K]; None where the router chose for itself
     own: torch.Tensor | None = None
-    dropped: torch.Tensor | None = None
     # float32[m, 4] each: the forward's and the recomputation's
     signatures: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
     def lacks(self) -> tuple[bool, ...]:
-        return tuple(x is None for x in (self.experts, self.dropped, self.signatures))
+        return tuple(x is None for x in (self.experts, self.signatures))
 
 
 _COUNTERS = (
@@ -89,9 +81,6 @@ _COUNTERS = (
     "control_token_plus",
     "control_layer_minus",
     "control_layer_plus",
-    "slots_dropped",
-    "rows_dropped",
-    "dropped_off",
 )
 
 
@@ -104,12 +93,10 @@ class CallRecorder:
         rank: int,
         topk: int,
         counts_tokens: bool,
-        keep_score_ratio: float = 0.0,
     ):
         self._rank = rank
         self._topk = topk
         self._counts_tokens = counts_tokens
-        self._keep_score_ratio = keep_score_ratio
         self._calls: list[_Call] = []
         self._seen: list[_Seen] = []
         # what the calls in _seen share: their microbatch; pass, native, stage, and which tensors they lack
@@ -121,8 +108,6 @@ class CallRecorder:
         # (microbatch, layer) -> projected router scores of a train forward, which a recomputation
         # must repeat
         self._signatures: dict[tuple[int, int], torch.Tensor] = {}
-        # the same of slots that a forward dropped, bool[m, K]
-        self._dropped: dict[tuple[int, int], torch.Tensor] = {}
         self._projections: dict[int, torch.Tensor] = (
             {}
         )  # by the number of columns of what is projected
@@ -141,7 +126,6 @@ class CallRecorder:
         """Count what is left of the pass, and drop its scores: they must not be compared with a later one's."""
         self._count()
         self._signatures.clear()
-        self._dropped.clear()
         self._choice = None
 
     def clear(self) -> None:
@@ -192,8 +176,6 @@ class CallRecorder:
         seen = _Seen(call, column, routing_map)
         if choice is not None:
             seen.experts, seen.own = choice.experts, choice.own
-            if choice.dropped is not None:
-                seen.dropped = self._slots_dropped(staged, choice, column, microbatch_id, stage)
             if self._pass == "train":
                 seen.signatures = self._signatures_of(
                     choice.scores, layer_number, microbatch_id, stage
@@ -227,7 +209,7 @@ class CallRecorder:
             "fingerprint": hashes.sum((1, 2)),
         }
         if seen[0].experts is not None:
-            self._count_served(seen, staged, columns, layers, maps, values)
+            self._count_served(seen, staged, columns, layers, values)
         counters = _vector(values)
         for i, one in enumerate(seen):
             one.call.counters = counters[i]
@@ -238,68 +220,29 @@ class CallRecorder:
         staged: StagedRoutes,
         columns: list[int],
         layers: torch.Tensor,
-        maps: torch.Tensor,
         values: dict[str, torch.Tensor],
     ) -> None:
         """Add the counters of calls that were served, and remove filled slots and padding rows from the fingerprint."""
         experts = torch.stack([s.experts for s in seen])  # [l, m, K]
         own = torch.stack([s.own for s in seen])
-        routes = _of_layers(staged, columns)
-        recorded = routes != staged.marker
+        recorded = _of_layers(staged, columns) != staged.marker
         whole = recorded.all(2) & staged.real
         if (rows := staged.rows_with_missing) is not None:
             # slots that the trainer filled: the map holds them, the rollout does not
             filled = route_hashes(staged.uids[rows], experts[:, rows], layers)
             values["fingerprint"] -= (filled * ~recorded[:, rows]).sum((1, 2))
         values["replay_idx_sum"] = experts.sum((1, 2))
-        replayed = experts
-        if seen[0].dropped is not None:
-            replayed = torch.where(recorded, routes.long(), experts)
-            of_rollout = recorded & staged.real[:, None]
-            dropped = torch.stack([s.dropped for s in seen]) & of_rollout
-            # the map has another expert there; the rollout has the recorded one
-            asked = route_hashes(staged.uids, replayed, layers)
-            served = route_hashes(staged.uids, experts, layers)
-            values["fingerprint"] += ((asked - served) * dropped).sum((1, 2))
-            gone = of_rollout & ~maps.gather(2, routes.long().masked_fill(~recorded, 0))
-            values["slots_dropped"] = dropped.sum((1, 2))
-            values["rows_dropped"] = (dropped.any(2) & whole).sum(1)
-            values["dropped_off"] = (dropped != gone).sum((1, 2))
-        shared = shared_experts(own, replayed)
+        shared = shared_experts(own, experts)
         equal, overlap, none = overlap_counts(shared, self._topk, whole)
         values.update(rows_equal=equal, rows_overlap=overlap, rows_mismatch=none)
         if staged.num_current:
             equal, _, none = overlap_counts(shared, self._topk, whole & staged.current)
             values.update(rows_current_equal=equal, rows_current_mismatch=none)
         if self._kind[1:3] == (True, "replay_forward"):
-            values.update(_controls(staged, own, replayed, columns, whole))
+            values.update(_controls(staged, own, experts, columns, whole))
         if seen[0].signatures is not None:
             first, again = map(torch.stack, zip(*(s.signatures for s in seen)))
             values["rows_recompute_differ"] = _differ(first, again).sum(1)
-
-    def _slots_dropped(
-        self,
-        staged: StagedRoutes,
-        choice: Choice,
-        column: int,
-        microbatch_id: int,
-        stage: str,
-    ) -> torch.Tensor:
-        """Find the slots that the rule lets go, bool[m, K]; of those without a route anything.
-
-        The rule is applied here anew, to the scores that the router had.  A recomputation must repeat
-        its forward's decision, which was checked there: its scores differ by the noise of the kernels.
-        """
-        key = microbatch_id, choice.layer_number
-        if stage != "replay_forward" and key in self._dropped:
-            return self._dropped.pop(key)
-        routes = staged.routes[:, column].long()
-        routes = routes.masked_fill(routes == staged.marker, 0)
-        gates = choice.gates(choice.scores, routes), choice.gates(choice.scores, choice.own)
-        dropped = dropped_slots(*gates, self._keep_score_ratio)
-        if is_checkpointing() and stage == "replay_forward":
-            self._dropped[key] = dropped
-        return dropped
 
     def _signatures_of(
         self, scores: torch.Tensor, layer_number: int, microbatch_id: int, stage: str
@@ -471,7 +414,6 @@ class CallRecorder:
         for call, row in zip(self._calls, table):
             counters = dict(zip(_COUNTERS, row))
             counters["fingerprint"] = to_unsigned(counters["fingerprint"])
-            call.host["rows_replayed"] -= counters["rows_dropped"]
             records.append(
                 ReplayEvidence(
                     step=step,

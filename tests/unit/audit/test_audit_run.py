@@ -83,7 +83,6 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str, str]] = {
     # values of a call
     "an expert": (of_call(fingerprint="0x1"), "applied", f"{AT}fingerprint is 0x"),
     "a recomputation": (of_call(rows_recompute_differ=1), "applied", f"{AT}rows_recompute_differ"),
-    "a slot against the rule": (of_call(dropped_off=1), "applied", f"{AT}dropped_off is 1"),
     "native rows": (of_call(rows_native=1), "covered", f"{AT}rows_native is 1, expected 0"),
     "duplicates": (of_call(duplicate_rows=2), "covered", f"{AT}duplicate_rows is 2"),
     "a map": (of_call(map_sum=219), "covered", f"{AT}map_deviation is 1"),

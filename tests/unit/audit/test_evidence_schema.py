@@ -54,7 +54,6 @@ REFUSED = [
     (OF_STEPS, {"expected_rows_replayed": {}}, "expected_rows_replayed is of [], expected [1, 2"),
     (OF_STEPS, {"expected_rows_current": {}}, "expected_rows_current is of [], expected ['old"),
     (OF_STEPS, {"expected_rows_current": GONE}, "missing required field `expected_rows_current`"),
-    (OF_STEPS, {"keep_score_ratio": GONE}, "missing required field `keep_score_ratio`"),
     (OF_STEPS, {"expected_fingerprints": {"1000000000": "0x1"}}, "Expected `int` <= 4096"),
     (OF_STEPS, {"expected_calls": {"train": {}}}, "passes is of ['old_log_prob', 'train'], exp"),
     (OF_STEPS, layer_9, "expected_calls has layers [9] without fingerprint"),

@@ -44,6 +44,9 @@ def test_samples_are_computed_again_where_that_is_exact_and_checked(fields, shar
         (CHECKED | {"bf16": False, "sglang": {"dtype": "float32"}}, 1024),
         (CHECKED | {"sglang": {"quantization": "fp8"}}, 0),
         (CHECKED | {"sglang": {"dp_size": 2}}, 0),
+        ({"check_weight_update_equal": True}, 1024),
+        ({"check_weight_update_equal": True, "r3_canaries": 0}, 0),
+        ({"check_weight_update_equal": True, "sglang": {"dp_size": 2}}, 0),
     ],
 )
 def test_canaries_are_read_where_servers_can_say_what_the_actor_says(fields, tokens):

@@ -172,7 +172,6 @@ REFUSED = f"""
     use_routing_replay=true, reuse_log_probs="on" | --use-routing-replay cannot go with --reuse-log-probs on: the routes
     sglang={{use_rollout_routing_replay=true}} | sglang.use_rollout_routing_replay: set --use-rollout-routing-replay
     {R3}, sglang={{moe_enable_routing_replay=true}} | sglang.moe_enable_routing_replay: set --use-rollout-routing-replay
-    r3_keep_score_ratio=0.5 | --r3-keep-score-ratio 0.5 needs --use-rollout-routing-replay: nothing is replayed
     log_route_drift=true | --log-route-drift needs --use-rollout-routing-replay
     route_stores=true | --route-stores needs --use-rollout-routing-replay: there are no routes to keep
     route_stores=true, {R3}, {DUMPS} | --route-stores cannot go with --replay-rollouts .
@@ -341,7 +340,6 @@ PASSES = f"""
     {ADAPTER}
     lora_rank=4, transformer_overrides={{moe_shared_expert_overlap=false}}
     save_interval=2, save_hf="hf/{{rollout_id}}"
-    r3_keep_score_ratio=0.5, {R3}
     route_stores=true, route_store_host="lo", {R3}
     plant_bug="bypass", ci_test=true, {R3}
     plant_bug="weights_frozen", check_weight_update_equal=true

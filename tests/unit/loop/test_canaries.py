@@ -22,6 +22,8 @@ from tests.unit.hf_model import facts
 
 HF = facts(vocab_size=256)
 CHECKED = {"use_rollout_routing_replay": True, "enable_r3_correctness_check": True}
+UNREPLAYED = {"use_rollout_routing_replay": False, "enable_r3_correctness_check": False}
+UNREPLAYED["check_weight_update_equal"] = True
 
 
 def said(token_ids: np.ndarray, weights: float) -> tuple[np.ndarray, np.ndarray]:
@@ -46,7 +48,9 @@ class Actor:
     def compute_log_probs(
         self, slices, replay_pass, temperature, weight_version=None, *, routing="replay"
     ):
-        assert (replay_pass, routing) in (("old_log_prob", "replay"), (None, "native"))
+        replays = slices[0].routes is not None
+        passes = (("old_log_prob", "replay"), (None, "native"))
+        assert (replay_pass, routing) in (passes if replays else ((None, "replay"),))
         assert temperature == 1.0
         found = {}
         for s in slices:
@@ -56,6 +60,8 @@ class Actor:
                 rows = np.flatnonzero((texts == text) & (s.token_uids >= 0))
                 log_probs, own = said(s.tokens[rows], self.weights)
                 out[rows[:-1]] = log_probs[1:]
+                if not replays:
+                    continue
                 equal = (np.sort(own) == np.sort(s.routes[rows[:-1]])).all(-1)
                 if routing == "replay":
                     self.calls.append((weight_version, s.microbatch_id, equal))
@@ -97,8 +103,9 @@ _OTHERS |= {"rows_equal", "rows_overlap", "counts_tokens", "num_calls"}
 class Fleet:
     """Two servers, each with weights and a prefix cache of its own."""
 
-    def __init__(self):
+    def __init__(self, *, returns_routes: bool):
         self.weights, self.cached, self.asked = [0.0, 0.0], [{}, {}], []
+        self.returns_routes = returns_routes
 
     def canary_texts(self, count, longest):
         random = np.random.default_rng(0)
@@ -113,6 +120,8 @@ class Fleet:
     def read(self, server, text, key, halved):
         half, old = len(text) // 2, self.cached[server].get(key)
         log_probs, rows = said(text, self.weights[server])
+        if not self.returns_routes:
+            rows = rows[:, :0, :0]
         if not halved:
             return CanaryScores(None, None, Scores(log_probs, rows, 0))
         late = np.concatenate([[np.float32(0)], log_probs[half + 1 :]])
@@ -135,15 +144,17 @@ def one_rank():
 
 class Run:
     def __init__(self, run_dir, resumed=None, **settings):
-        self.actor, self.fleet, self.run_dir, self.notes = Actor(), Fleet(), run_dir, []
+        settings = config(**CHECKED | settings)
+        self.actor, self.run_dir, self.notes = Actor(), run_dir, []
+        self.fleet = Fleet(returns_routes=settings.replay.use_rollout_routing_replay)
         display = SimpleNamespace(note=self.notes.append)
         self.canaries = Canaries(
-            config(**CHECKED, **settings),
+            settings,
             HF,
             self.actor,
             [self.actor.topology],
             SimpleNamespace(engines=self.fleet, display=display),
-            EvidenceWriter(run_dir, 0, "now"),
+            EvidenceWriter(run_dir, 0, "now") if settings.r3_check_enabled else None,
             resumed=resumed,
         )
 
@@ -223,6 +234,29 @@ def test_a_fault_ends_the_run_at_its_update_and_is_named(run, test, how):
         run.update(2, **how)
     assert error.value.version == 2 and error.value.metrics["served/passed"] is False
     assert run.lines()[-1]["step"] == 2
+
+
+@pytest.mark.parametrize(
+    "test, how",
+    [
+        ("EARLY", dict(flush=False)),
+        ("MOVED", dict(spoil=stale(1, 0.1))),
+        ("TWINS", dict(spoil=stale(1, 0.15))),
+        ("BOUND", dict(spoil=lambda fleet: fleet.update(1.2))),
+    ],
+)
+def test_without_replay_log_probs_alone_are_judged_and_nothing_is_written(
+    test, how, tmp_path, one_rank
+):
+    run = Run(tmp_path, **UNREPLAYED)
+    run.canaries.begin(0)
+    assert "experts" not in run.notes[0] and "of the vocabulary" in run.notes[0]
+    metrics = run.update(1)
+    assert metrics["served/passed"] and metrics["served/router_left"] == 0
+    with pytest.raises(NotServed, match=f"^not served: {test}: server "):
+        run.update(2, **how)
+    run.canaries.keep(tmp_path)
+    assert list(tmp_path.iterdir()) == []  # a resumed run chooses them anew
 
 
 def test_a_restarted_server_must_say_what_it_said_before(run):

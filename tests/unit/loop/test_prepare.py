@@ -151,7 +151,6 @@ def test_what_the_evidence_is_held_against_counts_the_ranks_of_a_stage():
         **settings,
         use_rollout_routing_replay=True,
         enable_r3_correctness_check=True,
-        r3_keep_score_ratio=0.75,
     )
     places = [
         RankTopology(
@@ -171,7 +170,6 @@ def test_what_the_evidence_is_held_against_counts_the_ranks_of_a_stage():
     ready = prepare(0, [one], made, hf, shape, places, passes=("train",))
     recorded = record_samples([one.sample], data_rank_of_samples(ready.steps), 2, (1, 2))
     expected = ready.expectation(recorded)
-    assert expected.keep_score_ratio == 0.75
     assert [list(place.ranks) for place in expected.places] == [[0, 1], [2, 3]]
     # the row of the last token is none: 2 of 3 rows are replayed, and one is filled
     assert expected.expected_rows_replayed == {1: 2, 2: 2}

@@ -156,8 +156,6 @@ def call_of(expected, replay_pass: str, layer: int, num_calls: int) -> ReplayEvi
             rows_equal=rows,
             rows_current=expected.expected_rows_current[replay_pass],
             rows_current_equal=min(rows, expected.expected_rows_current[replay_pass]),
-            slots_dropped=0,
-            dropped_off=0,
             num_calls=num_calls,
         )
     )

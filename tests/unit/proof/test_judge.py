@@ -1,4 +1,4 @@
-"""The judge on every kind of record: recomputations, copies, sampling masks, slots that were dropped.
+"""The judge on every kind of record: recomputations, copies, sampling masks.
 
 Each test starts from a step that passes, changes one thing, and names the quantities that fail.
 """
@@ -31,7 +31,7 @@ from tests.unit.evidence_dirs import record
 SHAPE = RouteShape(2, 2, 8)
 PASSES = ("old_log_prob", "ref_log_prob", "train")
 OUTPUT = SHAPE.output_layer
-ROWS, FILLED, PADDING, GONE, KEPT = 90, 4, 6, 10, 50
+ROWS, FILLED, PADDING, KEPT = 100, 4, 6, 50
 # of the actor's own weight version: rows of routers, and tokens with a sampling mask
 CURRENT = {"old_log_prob": 60, "ref_log_prob": 0, "train": 40}
 KEPT_CURRENT = {"old_log_prob": 30, "ref_log_prob": 0, "train": 20}
@@ -55,18 +55,15 @@ def right_step() -> list[ReplayEvidence]:
                         *(0, 0, replay_pass, layer),
                         stage=stage,
                         microbatch_id=microbatch,
-                        num_rows=ROWS + GONE + FILLED + PADDING,
+                        num_rows=ROWS + FILLED + PADDING,
                         rows_replayed=ROWS,
-                        rows_dropped=GONE,
                         rows_filled=FILLED,
                         rows_padding=PADDING,
-                        map_sum=2 * (ROWS + GONE + FILLED + PADDING),
+                        map_sum=2 * (ROWS + FILLED + PADDING),
                         fingerprint=(1 << 63) + layer,
                         rows_current=current,
                         rows_current_equal=current,
                         rows_current_mismatch=0,
-                        slots_dropped=GONE + 3,
-                        dropped_off=0,
                     )
                 )
             current = KEPT_CURRENT[replay_pass]
@@ -76,8 +73,8 @@ def right_step() -> list[ReplayEvidence]:
                     stage=SAMPLING_MASK,
                     microbatch_id=microbatch,
                     rows_replayed=KEPT,
-                    rows_filled=ROWS + GONE + FILLED - KEPT,
-                    num_rows=ROWS + GONE + FILLED + PADDING,
+                    rows_filled=ROWS + FILLED - KEPT,
+                    num_rows=ROWS + FILLED + PADDING,
                     rows_padding=PADDING,
                     replay_idx_sum=321,
                     map_sum=321,
@@ -88,9 +85,6 @@ def right_step() -> list[ReplayEvidence]:
                     rows_current=current,
                     rows_current_equal=current,
                     rows_current_mismatch=0,
-                    slots_dropped=0,
-                    rows_dropped=0,
-                    dropped_off=0,
                 )
             )
     # a rank that sees copies of rank 0's tokens: its calls and their errors count, its rows do not
@@ -98,16 +92,15 @@ def right_step() -> list[ReplayEvidence]:
 
 
 def expectation(**changes) -> StepExpectation:
-    num_rows = 2 * (ROWS + GONE + FILLED)
+    num_rows = 2 * (ROWS + FILLED)
     values = dict(
         step=3,
         expected_fingerprints={1: 2, 2: 4, OUTPUT: 10},  # of two microbatches, mod 2^64
-        expected_rows_replayed={1: 2 * (ROWS + GONE), 2: 2 * (ROWS + GONE), OUTPUT: 2 * KEPT},
+        expected_rows_replayed={1: 2 * ROWS, 2: 2 * ROWS, OUTPUT: 2 * KEPT},
         expected_rows_filled={1: 2 * FILLED, 2: 2 * FILLED, OUTPUT: num_rows - 2 * KEPT},
         rows_never_computed=2 * FILLED,
         expected_rows_current={p: 2 * n for p, n in CURRENT.items()},
         expected_masks_current={p: 2 * n for p, n in KEPT_CURRENT.items()},
-        keep_score_ratio=0.5,
         expected_calls=expected_calls(
             passes=PASSES,
             num_microbatches=2,
@@ -143,8 +136,6 @@ def test_a_right_step_passes_and_its_counts_are_those_of_router_calls_of_ranks_t
     calls = 2 * (3 * 2 + 1)  # microbatches x (passes x layers + the recomputation)
     assert verdict.counts["num_calls"] == verdict.counts["num_calls_expected"] == 2 * calls
     assert verdict.counts["rows_replayed"] == calls * ROWS
-    assert verdict.counts["rows_dropped"] == calls * GONE
-    assert verdict.counts["slots_dropped"] == calls * (GONE + 3)
     assert verdict.counts["rows_current"] == 2 * (2 * 60 + 3 * 40)
     assert verdict.counts["rows_mismatch"] == calls  # without that of sampling masks
     assert set(verdict.counts) == {*COUNTS, "num_calls", "num_calls_expected"}
@@ -152,7 +143,7 @@ def test_a_right_step_passes_and_its_counts_are_those_of_router_calls_of_ranks_t
 
 def test_agreement_is_that_of_the_first_forwards_and_of_sampling_mask_there():
     shares = judged(right_step()).agreement
-    compared = 2 * 2 * (ROWS + GONE)  # layers x microbatches x rows
+    compared = 2 * 2 * ROWS  # layers x microbatches x rows
     assert shares["equal"] == 2 * 2 * 90 / compared and shares["mismatch"] == 4 / compared
     assert shares["control_token_plus"] == 2 * 2 * 21 / compared
     assert shares["current_equal"] == 1.0 and shares["current_mismatch"] == 0.0
@@ -181,7 +172,7 @@ def test_agreement_is_that_of_the_first_forwards_and_of_sampling_mask_there():
 def test_no_row_has_no_shares_and_rows_of_one_kind_have_no_shares_of_the_other():
     zero = StepTotals(SHAPE).counters(("train", "replay_forward", 1))
     assert agreement_shares([zero], SHAPE) == {}
-    whole = {**zero, "rows_replayed": 8, "rows_dropped": 2, "rows_current": 12, "rows_equal": 5}
+    whole = {**zero, "rows_replayed": 10, "rows_current": 12, "rows_equal": 5}
     shares = agreement_shares([whole], SHAPE)  # of those current, two have a missing slot
     assert shares["equal"] == 0.5 and "stale_equal" not in shares
     stale = agreement_shares([{**whole, "rows_current": 0}], SHAPE)
@@ -203,10 +194,6 @@ FAULTS = {
     ),
     "a row more": (lambda c: {"num_rows": c.num_rows + 1}, {"row_kinds_off", "map_deviation"}),
     "a row less": (lambda c: {"num_rows": c.num_rows - 1}, {"row_kinds_off", "map_deviation"}),
-    "let go and replayed": (
-        lambda c: {"rows_dropped": c.rows_dropped + 1, "slots_dropped": c.slots_dropped + 1},
-        {"row_kinds_off", "rows_replayed", "rows_compared"},
-    ),
     "a choice of the map": (lambda c: {"map_sum": c.map_sum + 1}, {"map_deviation"}),
     "a choice less": (lambda c: {"map_sum": c.map_sum - 1}, {"map_deviation"}),
     "top-k": (
@@ -229,11 +216,10 @@ FAULTS = {
         {"rows_native"},
     ),
     "recomputed": (lambda c: {"rows_recompute_differ": 1}, {"rows_recompute_differ"}),
-    "rule of slots": (lambda c: {"dropped_off": 1}, {"dropped_off"}),
     "fingerprint": (lambda c: {"fingerprint": c.fingerprint + 1}, {"fingerprint"}),
     "current": (lambda c: {"rows_current": c.rows_current + 1}, {"rows_current"}),
     "more current than rows": (
-        lambda c: {"rows_current": ROWS + GONE + FILLED + 1},
+        lambda c: {"rows_current": ROWS + FILLED + 1},
         {"rows_current", "part_rows_off"},
     ),
     "more current compared than current": (
@@ -246,11 +232,6 @@ FAULTS = {
     ),
     "more current mismatch than mismatch": (
         lambda c: {"rows_current_mismatch": 2, "rows_current_equal": 50},
-        {"part_rows_off"},
-    ),
-    "fewer slots than rows dropped": (lambda c: {"slots_dropped": GONE - 1}, {"part_rows_off"}),
-    "more slots than rows have": (
-        lambda c: {"slots_dropped": 2 * (GONE + FILLED) + 1},
         {"part_rows_off"},
     ),
 }
@@ -270,11 +251,9 @@ def test_a_fault_in_one_call_of_an_old_log_prob_pass_fails_its_own_quantities(fa
 @pytest.mark.parametrize(
     "change",
     [
-        {"rows_current": ROWS + GONE + FILLED},  # the missing slots' rows among them
-        {"slots_dropped": 2 * (GONE + FILLED)},
-        {"slots_dropped": GONE},
-        {"replay_idx_sum": ROWS + GONE + FILLED + PADDING},
-        {"replay_idx_sum": 13 * (ROWS + GONE + FILLED + PADDING)},
+        {"rows_current": ROWS + FILLED},  # the missing slots' rows among them
+        {"replay_idx_sum": ROWS + FILLED + PADDING},
+        {"replay_idx_sum": 13 * (ROWS + FILLED + PADDING)},
     ],
     ids=str,
 )
@@ -288,7 +267,6 @@ def test_the_most_and_the_least_that_a_call_can_have_pass(change):
     "name, counts",
     [
         ("duplicate_rows", True),
-        ("dropped_off", True),
         ("rows_recompute_differ", False),
         ("rows_mismatch", False),
         ("rows_current", False),
@@ -346,12 +324,6 @@ def test_rows_that_are_filled_are_those_that_no_server_computed(never):
 def test_the_sums_of_distinct_expert_ids():
     assert expert_id_sums(10, 4, 16) == (10 * (0 + 1 + 2 + 3), 10 * (15 + 14 + 13 + 12))
     assert expert_id_sums(1, 1, 5) == (0, 4) and expert_id_sums(0, 8, 64) == (0, 0)
-
-
-def test_slots_that_were_let_go_fail_where_no_ratio_lets_any_go():
-    failures = judged(right_step(), keep_score_ratio=0.0).failures
-    assert {f.what for f in failures} == {"slots_dropped", "rows_dropped"}
-    assert len(failures) == 2 * 7  # in every place of routers
 
 
 @pytest.mark.parametrize(

@@ -157,7 +157,7 @@ def test_a_step_in_which_a_misalignment_agrees_better_has_every_call(one_rank, t
 
 
 def test_sums_have_the_totals_of_their_calls_on_every_kind_of_rank():
-    """Of chunks, recomputations, sampling masks, copies of tokens and slots that were dropped."""
+    """Of chunks, recomputations, sampling masks, and copies of tokens."""
     calls = [
         replace(r, **changes)
         for r in records_of(0, 0, MICROBATCHES)
@@ -167,7 +167,6 @@ def test_sums_have_the_totals_of_their_calls_on_every_kind_of_rank():
             {"stage": "sampling_mask", "layer_number": 4, "map_sum": r.replay_idx_sum},
             {"vp_stage": 1, "layer_number": r.layer_number + 4},
             {"counts_tokens": False, "rows_recompute_differ": 3},
-            {"slots_dropped": 3, "rows_dropped": 2, "rows_replayed": 98},
         )
     ]
     sums = sums_of(calls)
@@ -176,7 +175,7 @@ def test_sums_have_the_totals_of_their_calls_on_every_kind_of_rank():
         one.add(call)
     for call in sums:
         other.add(call)
-    assert one.cells == other.cells and len(sums) < len(calls) / 3
+    assert one.cells == other.cells and len(sums) <= len(calls) / 3
     assert sum(s.num_calls for s in sums) == len(calls) == len(set(map(id, calls)))
     (summed,) = sums_of([record(0, 0, "train", 1, microbatch_id=m) for m in (2, 1)])
     assert (summed.microbatch_id, summed.num_calls, summed.rows_current) == (1, 2, 60)

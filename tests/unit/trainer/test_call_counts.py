@@ -58,7 +58,7 @@ def make_slice(seed: int, microbatch_id: int = 0) -> RankSlice:
 class Calls:
     """A rank's routers: each call is served and recorded as Megatron's hooks do it."""
 
-    def __init__(self, seed: int, *, ratio: float = 0.0, counts_tokens: bool = True):
+    def __init__(self, seed: int, *, counts_tokens: bool = True):
         self.manager = RoutingReplayManager(
             num_experts=EXPERTS,
             topk=TOPK,
@@ -67,7 +67,6 @@ class Calls:
             counts_tokens=counts_tokens,
             ci_test=False,
             enable_r3_correctness_check=True,
-            keep_score_ratio=ratio,
         )
         random = torch.Generator().manual_seed(seed)
         self.scores = {n: torch.rand(ROWS, EXPERTS, generator=random) for n in LAYERS}
@@ -151,9 +150,6 @@ def expected(calls: Calls, s: RankSlice, layer: int, routes: np.ndarray) -> dict
         control_token_plus=equal_to(lambda t: served[(t + 1) % ROWS]),
         control_layer_minus=equal_to(of_layer(-1)),
         control_layer_plus=equal_to(of_layer(1)),
-        slots_dropped=0,
-        rows_dropped=0,
-        dropped_off=0,
     )
 
 
@@ -208,7 +204,6 @@ def test_every_count_of_a_forward_is_that_of_a_loop_over_its_rows(seed):
             sums[name] += value
     # every kind of row and every control was there to be counted
     never = ("rows_native", "duplicate_rows", "rows_recompute_differ")
-    never += ("slots_dropped", "rows_dropped", "dropped_off")
     assert {name for name, value in sums.items() if not value} == set(never)
 
 
@@ -282,9 +277,7 @@ def test_a_choice_that_another_layer_was_served_is_none_of_this_one():
     s, calls = make_slice(2), Calls(2)
     calls.forward(s)
     calls.call(4)
-    choice = replay_evidence.Choice(
-        3, calls.scores[3], calls.own(3), calls.own(3), None, lambda scores, experts: scores
-    )
+    choice = replay_evidence.Choice(3, calls.scores[3], calls.own(3), calls.own(3))
     calls.manager.recorder.note_choice(choice)
     calls.call(5, replayed=False)
     calls.call(6, replayed=False)
@@ -292,59 +285,10 @@ def test_a_choice_that_another_layer_was_served_is_none_of_this_one():
     assert [found[n].rows_native for n in (4, 5, 6)] == [0, REAL, REAL]
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_slots_that_were_dropped_are_those_below_the_ratio(seed):
-    ratio, s, calls = 0.6, make_slice(seed), Calls(seed, ratio=0.6)
-    routes = s.routes.copy()
-    calls.forward(s)
-    for layer in LAYERS:
-        calls.call(layer)
-    found = calls.collected()
-    rows_in_all = 0
-    for layer, call in found.items():
-        column, scores = LAYERS.index(layer), calls.scores[layer]
-        low = scores.gather(1, calls.own(layer)).min(1).values
-        gone = {
-            (t, k)
-            for t in range(REAL)
-            for k in range(TOPK)
-            if routes[t, column, k] != MISSING and scores[t, routes[t, column, k]] < ratio * low[t]
-        }
-        whole = {t for t in range(REAL) if MISSING not in routes[t, column]}
-        rows = {t for t, _ in gone} & whole
-        rows_in_all += len(rows)
-        assert (call.slots_dropped, call.rows_dropped, call.dropped_off) == (
-            len(gone),
-            len(rows),
-            0,
-        )
-        assert call.rows_replayed == len(whole) - len(rows)
-        assert call.rows_filled == REAL - len(whole)
-        assert call.fingerprint == fingerprint_of(routes[:, column], layer)
-        # agreement is with what the rollout had, not with what was served in its place
-        shared = [len(set(calls.own(layer)[t].tolist()) & set(routes[t, column])) for t in whole]
-        assert call.rows_equal == shared.count(TOPK) and call.rows_mismatch == shared.count(0)
-    assert rows_in_all > 20
-
-
-def test_a_slot_that_was_dropped_or_kept_against_the_rule_is_off(monkeypatch):
-    s, calls = make_slice(0), Calls(0, ratio=0.6)
-    right = replay.dropped_slots
-    monkeypatch.setattr(
-        replay, "dropped_slots", lambda *gates: torch.zeros_like(right(*gates))
-    )  # not the recorder's own
-    calls.forward(s)
-    for layer in LAYERS:
-        calls.call(layer)
-    found = calls.collected()
-    assert all(call.dropped_off == call.slots_dropped for call in found.values())
-    assert sum(call.dropped_off for call in found.values()) > 20
-
-
-def recomputed(monkeypatch, noise: dict[int, torch.Tensor], *, ratio: float = 0.0, skip=()):
+def recomputed(monkeypatch, noise: dict[int, torch.Tensor], *, skip=()):
     """A train pass whose layers are recomputed, with noise on the scores of some; the second calls."""
     slices = [make_slice(0), make_slice(1, 1)]
-    calls = Calls(0, ratio=ratio)
+    calls = Calls(0)
     calls.manager.begin_pass("train", slices, HELD, native=False)
     for s in slices:
         calls.manager.begin_forward(0, s.microbatch_id)
@@ -382,14 +326,6 @@ def test_a_recomputation_repeats_its_own_forwards_scores_but_for_the_noise_of_ke
     found = recomputed(monkeypatch, {}, skip=(6,))
     differ = {place: c.rows_recompute_differ for place, c in found.items()}
     assert {place: n for place, n in differ.items() if n} == {(0, 6): ROWS, (1, 6): ROWS}
-
-
-def test_a_recomputation_repeats_what_its_forward_dropped(monkeypatch):
-    """By itself the noise would drop other slots."""
-    noise = {n: 0.3 * torch.rand(ROWS, EXPERTS) for n in LAYERS}
-    found = recomputed(monkeypatch, noise, ratio=0.9)
-    assert sum(c.slots_dropped for c in found.values()) > 20
-    assert not any(c.dropped_off for c in found.values())
 
 
 def test_scores_of_a_pass_are_not_compared_with_a_later_ones(monkeypatch):
@@ -473,16 +409,16 @@ def test_gates_are_those_of_the_score_function_and_without_the_experts_bias():
 
 
 def test_the_end_of_a_pass_drops_all_that_was_staged(monkeypatch):
-    s, calls = make_slice(0), Calls(0, ratio=0.9)
+    s, calls = make_slice(0), Calls(0)
     calls.forward(s, "train")
     calls.manager.begin_backward(0, 0)
     with recomputing(monkeypatch, forward=True):
         calls.call(3)
     manager = calls.manager
-    assert manager.decided and manager.recorder._dropped
+    assert manager.recorder._signatures
     manager.end_pass()
-    held = (manager._staged, manager._forward, manager._backward, manager.decided)
-    assert not any(held) and not manager.recorder._dropped and not manager.recorder._signatures
+    held = (manager._staged, manager._forward, manager._backward)
+    assert not any(held) and not manager.recorder._signatures
 
 
 def test_one_row_more_or_less_than_was_staged_is_refused_by_its_layer():

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from r3train.cpu.device import prepare_device
-from r3train.routing.fingerprint import rollout_fingerprint
 from r3train.types import RankSlice, missing_marker
 
 prepare_device()
@@ -27,9 +26,7 @@ from r3train.trainer.megatron.replay import (  # noqa: E402
 NUM_ROWS, TOPK, NUM_EXPERTS = 6, 2, 8
 
 
-def make_manager(
-    *, ci_test: bool = False, check: bool = True, ratio: float = 0.0
-) -> RoutingReplayManager:
+def make_manager(*, ci_test: bool = False, check: bool = True) -> RoutingReplayManager:
     return RoutingReplayManager(
         num_experts=NUM_EXPERTS,
         topk=TOPK,
@@ -38,7 +35,6 @@ def make_manager(
         counts_tokens=True,
         ci_test=ci_test,
         enable_r3_correctness_check=check,
-        keep_score_ratio=ratio,
     )
 
 
@@ -169,36 +165,3 @@ def test_rows_of_the_actors_own_version_are_counted_apart(holds, current):
     assert (call.rows_replayed, call.rows_mismatch) == (3, 3)
     assert (call.rows_current, call.rows_current_mismatch) == (current, current)
     assert call.rows_current_equal == 0
-
-
-@pytest.mark.parametrize("check", [True, False])
-def test_experts_below_the_ratio_give_way_to_the_best_that_the_row_lacks(check):
-    """Scores rise with row and expert: 8 * row + expert; the live choice is 7 and 6."""
-    manager = make_manager(ratio=0.75, check=check)
-    manager.begin_pass("train", [make_slice()])
-    manager.begin_forward(0, 0)
-    experts = choose(manager)
-    assert experts.tolist() == [
-        [7, 6],  # 0 and 1 are below 0.75 * 6
-        [7, 3],  # 10 is below 0.75 * 14, 11 is not
-        [4, 5],
-        [7, 6],  # was never recorded
-        [0, 1],
-        [2, 3],
-    ]
-    if check:
-        manager.recorder.record(
-            manager.staged(0),
-            routing_map=torch.zeros(NUM_ROWS, NUM_EXPERTS).scatter_(1, experts, 1).bool(),
-            vp_stage=0,
-            microbatch_id=0,
-            layer_number=3,
-            stage="replay_forward",
-        )
-        (call,) = manager.collect(0)
-        assert (call.slots_dropped, call.rows_dropped, call.dropped_off) == (3, 2, 0)
-        assert (call.rows_replayed, call.rows_filled, call.rows_mismatch) == (1, 1, 3)
-        recorded = np.array([[[0, 1]], [[2, 3]], [[4, 5]]], np.uint8)
-        routes = np.full((3, 3, 2), 255, np.uint8)
-        routes[:, 2:] = recorded
-        assert call.fingerprint == int(rollout_fingerprint(0, routes, np.array([3]))[0])
