@@ -97,7 +97,7 @@ class ReplaySection(Section):
     to compare rows and log-probs with those delivered; 0 is off."""
     r3_canaries: int = Field(default=1024, ge=0)
     """With the check on: tokens of fixed texts, two at least, that every server and the actor score after
-    every weight update, before a rollout is sent; the run ends where they disagree (docs/r3.md).  0 is off."""
+    every weight update, before a rollout is sent; the run ends where they disagree (docs/proof/r3.md).  0 is off."""
     r3_keep_score_ratio: Annotated[
         float, requires("use_rollout_routing_replay: nothing is replayed")
     ] = Field(default=0.0, ge=0, le=1)

@@ -1,6 +1,6 @@
 """SGLang's own decisions for every recipe's servers on three cards, and which backends of experts record routes.
 
-A subprocess per card (``gpu_servers``) believes in it; no kernel runs.  docs/gpu.md has the answers in a table.
+A subprocess per card (``gpu_servers``) believes in it; no kernel runs.  docs/run/gpus.md has the answers in a table.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from r3train.engine.refusals import UNRECORDED_BACKENDS
 from tests.published import RECIPES
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs/gpu.md"
+PAGE = ROOT / "docs/run/gpus.md"
 CARDS = {"H100": 81559, "H200": 143771, "B200": 183359}  # MiB, as nvidia-smi says
 ON_THE_PAGE = ("H100", "B200")
 MIB = 1 << 20

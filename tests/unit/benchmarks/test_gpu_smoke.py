@@ -18,7 +18,7 @@ from r3train.cli import SUBCOMMANDS
 from r3train.config.options import parse_train_flags
 from r3train.launch.gpus import server_gpus
 
-PAGE = Path(__file__).parents[3] / "docs/gpu.md"
+PAGE = Path(__file__).parents[3] / "docs/run/gpus.md"
 
 
 def test_without_a_gpu_every_step_says_not_run(monkeypatch, capsys):
