@@ -147,7 +147,7 @@ $(BENCH_STAMP):
 
 bench-venv: $(BENCH_STAMP)  ## Make .venv-trl with TRL, for the comparison in make bench
 
-bench: venv bench-venv  ## Measure everything into docs/internals/performance.md and docs/internals/results.md (15 to 20 minutes)
+bench: venv bench-venv  ## Measure everything (15 to 20 minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/run_all.py --write-docs $(ARGS)
 
 # of the environment in which it is called: the image's, or one that the pins for GPUs are in
