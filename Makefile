@@ -17,7 +17,7 @@ endif
 TORCH_INDEX ?=
 # further flags for the demo: make demo ARGS="--num-rollout 5"
 ARGS ?=
-# the demo's model: make demo FAMILY=moonlight (docs/models.md).  Another family than the recipe's has a
+# the demo's model: make demo FAMILY=moonlight (docs/guide/models.md).  Another family than the recipe's has a
 # directory of its own
 FAMILY ?= qwen3_moe
 TINY = runs/tiny$(patsubst %,-%,$(filter-out qwen3_moe,$(FAMILY)))
@@ -115,7 +115,7 @@ lint: dev  ## Check style, layers and that generated pages and r3train.schema.js
 format: dev  ## Format the code with black
 	$(BIN)/black .
 
-docs: dev  ## Write docs/configuration.md, metrics.md, flags of compare.md and r3train.schema.json from the code
+docs: dev  ## Write docs/reference/configuration.md, metrics.md, flags of compare.md and r3train.schema.json from the code
 	$(BIN)/python docs/write_configuration.py
 	$(BIN)/python docs/write_metrics.py
 	$(BIN)/python docs/write_compare.py
@@ -147,11 +147,11 @@ $(BENCH_STAMP):
 
 bench-venv: $(BENCH_STAMP)  ## Make .venv-trl with TRL, for the comparison in make bench
 
-bench: venv bench-venv  ## Measure everything into docs/internals/performance.md and docs/internals/results.md (15 to 20 minutes)
+bench: venv bench-venv  ## Measure everything (15 to 20 minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/run_all.py --write-docs $(ARGS)
 
 # of the environment in which it is called: the image's, or one that the pins for GPUs are in
-gpu-smoke:  ## Run the first day on GPUs, step by step (docs/gpu.md; ARGS=--write-docs writes docs/gpu_results.md)
+gpu-smoke:  ## Run the first day on GPUs, step by step (docs/run/gpus.md; ARGS=--write-docs writes docs/run/gpu_results.md)
 	python -m benchmarks.gpu_smoke $(ARGS)
 
 lock:  ## Write requirements/gpu.txt anew from pyproject.toml, with uv

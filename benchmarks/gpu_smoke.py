@@ -4,7 +4,7 @@
 
 What make gpu-smoke runs.  It ends at the first step that fails; exit code 0 where all passed, 1 where one
 failed, 3 where one was not run for want of GPUs.  Output lies in runs/gpu, and --write-docs puts a table of
-it into docs/gpu_results.md.
+it into docs/run/gpu_results.md.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from benchmarks.measure import run_logged
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "gpu_results.md"
+PAGE = ROOT / "docs/run/gpu_results.md"
 BEGIN, END = "<!-- gpu-smoke: begin -->", "<!-- gpu-smoke: end -->"
 NOT_RUN = 3
 _TIMEOUT_S = 1800
@@ -144,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     names = [step.name for step in STEPS]
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME")
-    parser.add_argument("--write-docs", action="store_true", help="write docs/gpu_results.md")
+    parser.add_argument("--write-docs", action="store_true", help="write docs/run/gpu_results.md")
     given = parser.parse_args(arguments)
     devices = gpu_names()
     steps = [step for step in STEPS if given.only is None or step.name in given.only]

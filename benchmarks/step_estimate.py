@@ -2,7 +2,7 @@
 
     python -m benchmarks.step_estimate [--write-docs]
 
-Nothing of it was measured on a GPU.  ``--write-docs`` puts the table into docs/gpu.md, between its two marks.
+Nothing of it was measured on a GPU.  ``--write-docs`` puts the table into docs/run/gpus.md, between its two marks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from benchmarks.scale_costs import Model
 
-PAGE = Path(__file__).resolve().parents[1] / "docs/gpu.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs/run/gpus.md"
 MARKS = (
     "<!-- this table is written by: python -m benchmarks.step_estimate --write-docs; do not edit -->",
     "<!-- end of the estimated step -->",
@@ -150,7 +150,7 @@ def written(page: str) -> str:
 def main() -> None:
     """Print the tables, or write them into the page."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write-docs", action="store_true", help="write docs/gpu.md")
+    parser.add_argument("--write-docs", action="store_true", help="write docs/run/gpus.md")
     if parser.parse_args().write_docs:
         PAGE.write_text(written(PAGE.read_text()))
     else:

@@ -1,4 +1,4 @@
-"""Write the flags of docs/compare.md from r3train/config/peers.toml; --check fails where they are stale."""
+"""Write the flags of docs/reference/compare.md from r3train/config/peers.toml; --check fails where they are stale."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from r3train.config import RunConfig
 from r3train.config.peers import FRAMEWORKS
 from r3train.config.sources import flag_name, places
 
-PAGE = Path(__file__).with_name("compare.md")
+PAGE = Path(__file__).parent / "reference/compare.md"
 MARK = "<!-- From here on written by docs/write_compare.py (`make docs`). Do not edit. -->\n"
 # fields of one word that tables name; other words stay words
 SINGLE = {"colocate", "environment", "load", "lr", "save", "tensorboard"}

@@ -1,4 +1,4 @@
-"""Write docs/configuration.md and r3train.schema.json from r3train/config; --check fails where they are stale.
+"""Write docs/reference/configuration.md and r3train.schema.json from r3train/config; --check fails where they are stale.
 
 Editors read the schema (``#:schema`` at the head of a recipe) to complete keys and to underline mistakes.
 """
@@ -19,7 +19,7 @@ from r3train.config.cross_checks import requirements_of
 from r3train.config.help_text import HOOKS, HOOKS_TITLE, default_of, settings_of, value_of
 from r3train.config.sources import Place
 
-PAGE = Path(__file__).with_name("configuration.md")
+PAGE = Path(__file__).parent / "reference/configuration.md"
 SCHEMA = Path(__file__).parents[1] / "r3train.schema.json"
 # a file may give these as text too
 TEXT_TOO = ("prompt_data", "apply_chat_template_kwargs")
@@ -46,8 +46,9 @@ Three tables take names of Megatron and SGLang:
 
 `r3_mismatch_threshold` may also come from the environment, as `R3_MISMATCH_THRESHOLD` or its alias
 `MILES_TEST_R3_THRESHOLD`: below flags and file, above the default. Only keys are read from other
-variables: `R3TRAIN_ENGINE_API_KEY` (several_machines.md), `R3TRAIN_JUDGE_API_KEY` (data.md) and
-`R3TRAIN_TEACHER_API_KEY` (algorithms.md).
+variables: `R3TRAIN_ENGINE_API_KEY` ([several_machines.md](../guide/several_machines.md)),
+`R3TRAIN_JUDGE_API_KEY` ([data_and_rewards.md](../guide/data_and_rewards.md)) and `R3TRAIN_TEACHER_API_KEY`
+([algorithms.md](../guide/algorithms.md)).
 Unknown flags, tables and keys are errors that name the nearest known one. An editor that reads
 `r3train.schema.json` (`#:schema r3train.schema.json` in a file's first line, as in configs/) finds them while
 you write."""
@@ -94,7 +95,10 @@ def schema() -> dict[str, Any]:
     """
     made = RunConfig.model_json_schema()
     made["$schema"] = "https://json-schema.org/draft/2020-12/schema"
-    made["title"], made["description"] = "r3train", "A recipe of r3train (docs/configuration.md)."
+    made["title"], made["description"] = (
+        "r3train",
+        "A recipe of r3train (docs/reference/configuration.md).",
+    )
     del made["required"]
     for section, info in RunConfig.model_fields.items():
         made["properties"][section].pop("default", None)

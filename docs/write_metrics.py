@@ -1,4 +1,4 @@
-"""Write docs/metrics.md from r3train/observe/metrics.toml; --check fails where it is stale."""
+"""Write docs/reference/metrics.md from r3train/observe/metrics.toml; --check fails where it is stale."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from r3train.observe.metric_table import METRICS
 
-PAGE = Path(__file__).with_name("metrics.md")
+PAGE = Path(__file__).parent / "reference/metrics.md"
 HEAD = """# Metrics
 
 <!-- Written by docs/write_metrics.py (`make docs`) from r3train/observe/metrics.toml. Do not edit. -->

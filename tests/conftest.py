@@ -16,12 +16,6 @@ settings.register_profile("r3train", deadline=None, derandomize=True)
 settings.load_profile("r3train")
 
 
-def pytest_addoption(parser):
-    """Add what a test of a page's numbers asks for."""
-    help = "write docs/internals/families.md, adapters.md from what the tests of tests/oracle saw"
-    parser.addoption("--write-docs", action="store_true", help=help)
-
-
 def pytest_collection_finish():
     """Leave what was imported out of every search for garbage."""
     gc.freeze()

@@ -1,7 +1,7 @@
 """mini-swe-agent as a harness: the model's tool is a shell, and it submits what the shell writes.
 
 Run by ``r3train train`` as --agent-command; base_url and key are in OpenAI's variables.  The shell is the
-machine's own here: run a model that knows a shell in a container (docs/security.md).
+machine's own here: run a model that knows a shell in a container (docs/run/security.md).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A reward of one's own, for docs/first_run.md."""
+"""A reward of one's own, for docs/start/first_run.md."""
 
 from r3train.types import Prompt
 

@@ -3,7 +3,7 @@
     PYTHONPATH=examples/tools r3train train ... \
         --environment python_tool:PythonTool --apply-chat-template --rm-type gsm8k
 
-Programs run with the limits of docs/code_rewards.md, which is no sandbox.
+Programs run with the limits of docs/guide/data_and_rewards.md, which is no sandbox.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ def distilled(rows: LossRows, algorithm: AlgorithmSection) -> tuple[LossRows, di
     the rows, and the sum of the differences as ``opd_reverse_kl``.  Without a teacher nothing changes and there
     is no sum.
     Source: slime's and NeMo-RL's term of the same name.  slime whitens advantages after this term; here
-    they are whitened before it (docs/algorithms.md has the order).
+    they are whitened before it (docs/guide/algorithms.md has the order).
     """
     if rows.teacher_log_probs is None:
         return rows, {}

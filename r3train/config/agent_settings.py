@@ -33,11 +33,11 @@ class AgentSection(Section):
     agent: Annotated[
         str | None, excludes("agent_command: one of them makes the rollouts"), *_OF_AGENTS
     ] = Field(default=None, pattern=IMPORT_PATH)
-    """Agent, an async function as module:function: it gets an AgentTask (docs/agents.md) and returns its reward, or
+    """Agent, an async function as module:function: it gets an AgentTask (docs/guide/agents.md) and returns its reward, or
     nothing for that of --rm-type; unset: no agent."""
     agent_command: Annotated[str | None, *_OF_AGENTS] = Field(default=None, min_length=1)
     """Agent that is a command, split as a shell does it and run without one.  It gets OPENAI_BASE_URL, OPENAI_API_KEY,
-    R3TRAIN_TASK_FILE and R3TRAIN_REWARD_FILE (docs/agents.md)."""
+    R3TRAIN_TASK_FILE and R3TRAIN_REWARD_FILE (docs/guide/agents.md)."""
     agent_env: Annotated[tuple[str, ...], only_with("agent_command")] = Field(
         default=(), strict=False
     )

@@ -88,7 +88,7 @@ class AlgorithmSection(Section):
     advantage_estimator: Annotated[
         str, requires("reward_keys: it compares each by itself", when="gdpo")
     ] = "grpo"
-    """Rule that makes advantages of rewards: a name of docs/algorithms.md, or module:function."""
+    """Rule that makes advantages of rewards: a name of docs/guide/algorithms.md, or module:function."""
     reward_keys: Annotated[tuple[str, ...], AfterValidator(each_once)] = Field(
         default=(), strict=False
     )
@@ -102,7 +102,7 @@ class AlgorithmSection(Section):
         str,
         excludes(_TWICE, when="dppo_tv|dppo_kl"),
     ] = "ppo"
-    """Rule that makes a loss of advantages: a name of docs/algorithms.md, or module:function."""
+    """Rule that makes a loss of advantages: a name of docs/guide/algorithms.md, or module:function."""
     grpo_std_normalization: Annotated[bool, only_with("advantage_estimator = grpo|*:*")] = True
     """grpo: divide a group's centred rewards by their standard deviation."""
     gamma: Annotated[float, only_with("advantage_estimator = reinforce_plus_plus|*:*")] = Field(

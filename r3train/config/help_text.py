@@ -1,4 +1,4 @@
-"""Words about settings: ``--help``, ``r3train explain``, docs/configuration.md."""
+"""Words about settings: ``--help``, ``r3train explain``, docs/reference/configuration.md."""
 
 from __future__ import annotations
 
@@ -242,13 +242,14 @@ def explained(place: Place) -> Iterator[str]:
                 words = asked.words()
                 yield f"{flag_name(name)}: {words[0].lower()}{words[1:]}"
     yield ""
-    yield f"Pages: {', '.join([*pages_of(place), 'docs/configuration.md'])}; r3train docs shows them."
+    yield f"Pages: {', '.join([*pages_of(place), 'docs/reference/configuration.md'])}; r3train docs shows them."
 
 
 @cache
 def _guides() -> dict[str, str]:
-    files = (file for file in sorted(PAGES.glob("*.md")) if file.stem != "configuration")
-    return {f"docs/{file.name}": file.read_text(encoding="utf-8") for file in files}
+    """Text of every page but the reference of all settings, by its path in a checkout."""
+    files = (file for file in sorted(PAGES.rglob("*.md")) if file.stem != "configuration")
+    return {f"docs/{f.relative_to(PAGES).as_posix()}": f.read_text(encoding="utf-8") for f in files}
 
 
 def pages_of(place: Place) -> list[str]:

@@ -1,6 +1,6 @@
 """Settings of other frameworks by the names that they have there (peers.toml), and settings that were removed.
 
-Messages answer with them, and docs/compare.md is written from them (docs/write_compare.py).
+Messages answer with them, and docs/reference/compare.md is written from them (docs/write_compare.py).
 """
 
 from __future__ import annotations

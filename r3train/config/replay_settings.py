@@ -97,7 +97,7 @@ class ReplaySection(Section):
     to compare rows and log-probs with those delivered; 0 is off.  Its former name is r3_audit_share."""
     r3_canaries: int = Field(default=1024, ge=0)
     """With the check on, or --check-weight-update-equal: tokens of fixed texts, two at least, that every server and
-    the actor score after every weight update, before a rollout is sent; the run ends where they disagree (docs/r3.md).
+    the actor score after every weight update, before a rollout is sent; the run ends where they disagree (docs/proof/r3.md).
     0 is off."""
     log_route_drift: Annotated[
         bool, requires("use_rollout_routing_replay: there is nothing to drift away from")

@@ -203,7 +203,7 @@ class RolloutSection(Section):
         tuple[str, ...],
         _LOCAL_SERVERS_ONLY,
     ] = Field(default=(), strict=False)
-    """Names of environment variables that servers inherit besides the usual ones (docs/security.md)."""
+    """Names of environment variables that servers inherit besides the usual ones (docs/run/security.md)."""
     sglang: dict[str, ServerScalar | list[ServerScalar]] = {}
     """Any flag of the SGLang server."""
 

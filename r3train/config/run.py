@@ -45,7 +45,7 @@ class RunSection(Section):
     world_size: int | None = Field(default=None, ge=1)
     """Number of ranks of all nodes that r3train train starts, or that a --dry-run counts."""
     estimate: Annotated[bool, only_with("dry_run")] = False
-    """With --dry-run: print the memory of every rank and server, estimated, and topologies that fit (docs/gpu.md)."""
+    """With --dry-run: print the memory of every rank and server, estimated, and topologies that fit (docs/run/gpus.md)."""
     gpu_memory_gb: Annotated[float | None, only_with("estimate")] = Field(default=None, gt=0)
     """With --estimate: memory of a GPU in 10^9 bytes.  Unset: that of the GPUs here, and 80 without any."""
     tensorboard: bool = True

@@ -32,7 +32,7 @@ LIMIT = (Field(ge=-1), AfterValidator(_no_zero))
 class Section(BaseModel):
     """A TOML table and a group of flags: frozen, strictly typed, without unknown keys.
 
-    The string under a field is its text in ``--help`` and in docs/configuration.md.
+    The string under a field is its text in ``--help`` and in docs/reference/configuration.md.
     """
 
     model_config = ConfigDict(

@@ -3,7 +3,7 @@
 Names are fields of SGLang's ``ServerArgs``; ``/server_info`` reports them under the same names, so one
 table judges a server of our own by its flags and somebody else's by what it says of itself.
 
-Source: SGLang 0.5.23; docs/r3.md says what was measured.
+Source: SGLang 0.5.23; docs/proof/r3.md says what was measured.
 """
 
 from __future__ import annotations

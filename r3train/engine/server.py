@@ -43,7 +43,7 @@ _STAGES = {
 }
 _STAGE = re.compile("|".join(_STAGES))
 # Kernels of the experts on CUDA where routes are recorded.  SGLang's own choice records none for gpt-oss on
-# Hopper and for most families on Blackwell (docs/gpu.md).  Triton's records them on every card.
+# Hopper and for most families on Blackwell (docs/run/gpus.md).  Triton's records them on every card.
 _EXPERTS_BACKEND = "triton"
 
 

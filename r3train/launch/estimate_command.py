@@ -147,7 +147,7 @@ def _lines(
     rows += [_row("fits", fit, fit.fullest, gpu_bytes) for fit in fits]
     yield (
         f"{world_size} GPUs of {gpu_bytes / GIGA:,.0f} GB ({amount(gpu_bytes)}) train; GiB per rank,"
-        " estimated, nothing of it measured (r3train docs gpu):"
+        " estimated, nothing of it measured (r3train docs gpus):"
     )
     widths = [max(map(len, column)) for column in zip(*rows)]
     for row in rows:

@@ -484,7 +484,7 @@ def _warnings(config: RunConfig) -> Iterator[JobWarning]:
 def _reward_warnings(rewards: Iterable[Scorer]) -> Iterator[JobWarning]:
     if any(reward.runs_programs for reward in rewards) and not isolation():
         text = "programs of the reward code have the network: this machine makes no namespaces"
-        yield JobWarning("reward", text, "r3train docs code_rewards says what that means")
+        yield JobWarning("reward", text, "r3train docs data_and_rewards says what that means")
 
 
 def _model_warnings(

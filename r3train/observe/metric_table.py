@@ -1,4 +1,4 @@
-"""Every metric of a run, read from metrics.toml: key, unit and meaning.  docs/metrics.md is written from it.
+"""Every metric of a run, read from metrics.toml: key, unit and meaning.  docs/reference/metrics.md is written from it.
 
 >>> row_of("rollout/pass_at_4").key
 'rollout/pass_at_N'
@@ -23,7 +23,7 @@ class Metric(NamedTuple):
     meaning: str
 
 
-# heading of docs/metrics.md -> its rows
+# heading of docs/reference/metrics.md -> its rows
 METRICS: dict[str, tuple[Metric, ...]] = {
     heading: tuple(Metric(key, *row) for key, row in rows.items())
     for heading, rows in tomllib.loads(

@@ -1,6 +1,6 @@
 """The numbers of a run, one JSON object per step, for people, plots and scripts.
 
-``metric_table`` has every key with its unit and meaning, as docs/metrics.md shows them.  An evaluation is of a
+``metric_table`` has every key with its unit and meaning, as docs/reference/metrics.md shows them.  An evaluation is of a
 weight version and not of a step, so it has a file of its own, ``eval/metrics.jsonl``, with one line for each set
 and version (``step`` is the version).  Its rows are in ``eval/VERSION-NAME.jsonl``.
 """

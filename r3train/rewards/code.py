@@ -1,6 +1,6 @@
 """Reward for a program that passes its tests, run in a process with limits.
 
-docs/code_rewards.md says what this protects from and what it does not.
+docs/guide/data_and_rewards.md says what this protects from and what it does not.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def _lines(text: str) -> list[str]:
 def run_program(
     program: str, stdin_text: str, timeout_s: float, *, tests: str | None = None
 ) -> str | None:
-    """Run a Python program with ``given`` as its input, within the limits of docs/code_rewards.md.
+    """Run a Python program with ``given`` as its input, within the limits of docs/guide/data_and_rewards.md.
 
     Returns its output if it, and the tests after it, came to their end in time, else None.
     """

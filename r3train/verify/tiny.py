@@ -354,7 +354,7 @@ _HELP = {
     type=click.Choice(SIZES),
     default="tiny",
     show_default=True,
-    help="Defaults of the other flags; gpu: shapes that kernels are made for (r3train docs gpu).",
+    help="Defaults of the other flags; gpu: shapes that kernels are made for (r3train docs gpus).",
 )
 @click.option(
     "--output",

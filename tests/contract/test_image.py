@@ -60,12 +60,12 @@ def test_transformer_engine_looks_for_cudnn_where_pip_has_put_it():
     """Its loader takes CUDNN_HOME first; the folder of the packages is known in the build only."""
     (home,) = re.findall(r"^\s+CUDNN_HOME=(\S+)$", DOCKERFILE.read_text(), re.M)
     assert f'ln -s "$packages/nvidia/cudnn" {home} ' in command("rm -rf")
-    installation = (ROOT / "docs/installation.md").read_text()
+    installation = (ROOT / "docs/start/installation.md").read_text()
     assert "\nexport CUDNN_HOME=$packages/nvidia/cudnn " in installation
 
 
 def test_every_container_may_lock_memory_and_the_pages_say_what_several_nodes_need():
-    pages = [DOCKERFILE, ROOT / "docs/installation.md", ROOT / "docs/gpu.md"]
+    pages = [DOCKERFILE, ROOT / "docs/start/installation.md", ROOT / "docs/run/gpus.md"]
     lines = [line for page in pages for line in page.read_text().splitlines()]
     starts = [line for line in lines if "docker run --rm" in line]
     assert len(starts) == 4

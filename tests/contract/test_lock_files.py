@@ -97,18 +97,18 @@ def test_the_image_is_sglangs_of_the_pinned_release_and_copies_what_is_there():
     text = (ROOT / "docker/Dockerfile").read_text()
     (tag,) = re.findall(r"^FROM lmsysorg/sglang:v(.+)$", text, re.M)
     assert f"sglang=={tag}" in GPU
-    assert f"lmsysorg/sglang:v{tag}" in (ROOT / "docs/installation.md").read_text()
+    assert f"lmsysorg/sglang:v{tag}" in (ROOT / "docs/start/installation.md").read_text()
     copied = [word for line in re.findall(r"^COPY (.+)$", text, re.M) for word in line.split()[:-1]]
     assert len(copied) > 8 and all((ROOT / path).exists() for path in copied)
 
 
 def of_image() -> set[str]:
-    """Distributions that the image and the environment of docs/installation.md have: the lock's and the tools'."""
+    """Distributions that the image and the environment of docs/start/installation.md have: the lock's and the tools'."""
     commands = [
         re.findall(r"pip install .*-c requirements/dev\.txt -e \S+ (.+)$", text, re.M)
         for text in (
             (ROOT / "docker/Dockerfile").read_text(),
-            (ROOT / "docs/installation.md").read_text(),
+            (ROOT / "docs/start/installation.md").read_text(),
         )
     ]
     assert commands[0] == commands[1] and len(commands[0]) == 1, commands
@@ -164,8 +164,8 @@ def test_the_first_day_imports_nothing_that_the_image_lacks(lacking):
 
 
 def test_plan_b_is_the_lock_with_another_transformer_engine(tmp_path):
-    """The command of docs/installation.md; the newer version asks for nothing that the lock lacks (uv resolved it)."""
-    page = (ROOT / "docs/installation.md").read_text()
+    """The command of docs/start/installation.md; the newer version asks for nothing that the lock lacks (uv resolved it)."""
+    page = (ROOT / "docs/start/installation.md").read_text()
     (command,) = re.findall(r"^sed .* > gpu_b\.txt$", page, re.M)
     (wanted,) = set(re.findall(r"'transformer-engine\[core_cu13,pytorch\]==([\d.]+)' -e \.`", page))
     (tmp_path / "requirements").mkdir()

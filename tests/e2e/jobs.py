@@ -33,7 +33,7 @@ class Job:
     run_dir: Path
 
     def metrics(self) -> list[dict]:
-        """The job's metrics; each must be one that docs/metrics.md names."""
+        """The job's metrics; each must be one that docs/reference/metrics.md names."""
         found = (self.run_dir / "metrics.jsonl").read_text().splitlines()
         lines = [json.loads(line) for line in found]
         unnamed = {key for line in lines for key in line if row_of(key) is None}

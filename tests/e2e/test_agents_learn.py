@@ -1,4 +1,4 @@
-"""The agent of docs/agents.md, by the page's own commands: a tiny model learns to call a tool, disturbed on the way."""
+"""The agent of docs/guide/agents.md, by the page's own commands: a tiny model learns to call a tool, disturbed on the way."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_the_agent_of_the_page_learns_through_updates_retractions_and_a_killed_s
     seed, tmp_path
 ):
     """Every seed is another model, another order of prompts and other samples."""
-    page = (jobs.ROOT / "docs/agents.md").read_text(encoding="utf-8")
+    page = (jobs.ROOT / "docs/guide/agents.md").read_text(encoding="utf-8")
     make, prepare = (command for command in commands(page) if "agents-tiny" in command)
     (train,) = (command for command in commands(page) if "--agent with_openai:run" in command)
     (tmp_path / "examples").symlink_to(jobs.ROOT / "examples")

@@ -1,6 +1,6 @@
 """Every benchmark, few rounds each, as ``make bench`` runs them: do they still run at all?
 
-Nothing is measured here; the figures of docs/internals/performance.md want a machine with nothing else to do.
+Nothing is measured here; figures want a machine with nothing else to do.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The laptop's commands of docs/first_run.md: from questions made here to an evaluation's curve."""
+"""The laptop's commands of docs/start/first_run.md: from questions made here to an evaluation's curve."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from r3train.cli import main
 from r3train.observe.metrics import read_metrics
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.ci, pytest.mark.timeout(600)]
-PAGE = jobs.ROOT / "docs/first_run.md"
+PAGE = jobs.ROOT / "docs/start/first_run.md"
 SHORT = "--num-rollout 4 --eval-interval 2 --use-wandb --wandb-mode offline --run-dir runs/laptop"
 
 

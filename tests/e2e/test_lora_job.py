@@ -136,7 +136,7 @@ def test_experts_of_one_tensor_a_layer_learn_and_are_served_and_saved_merged(tmp
     assert job.code == 0, job.output
     assert "no name for one expert's part of model.layers.0.mlp.experts" in job.output
     metrics = job.metrics()
-    proved(metrics, gap=1e-3)  # of the sinks, see docs/models.md
+    proved(metrics, gap=1e-3)  # of the sinks, see docs/guide/models.md
     kinds = read_headers(model)
     targets = LoraSection(lora_rank=4).targets(kinds)
     assert [m["perf/published_tensors"] for m in metrics] == [len(kinds)] + [len(targets)] * 2

@@ -67,7 +67,7 @@ class Server:
 
 @pytest.fixture(scope="module")
 def server(other_host, tiny_flags, tmp_path_factory) -> Iterator[Server]:
-    """``r3train serve`` over there, as slurm/server.sh and docs/slurm.md start it."""
+    """``r3train serve`` over there, as slurm/server.sh and docs/guide/several_machines.md start it."""
     directory = tmp_path_factory.mktemp("other_host")
     log, address_file = directory / "sglang.log", directory / "address"
     serve = [

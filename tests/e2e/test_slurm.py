@@ -145,7 +145,7 @@ def test_a_job_that_is_cancelled_or_preempted_saves_first(slurm, tmp_path, tiny_
 def test_servers_on_a_node_of_their_own_serve_ranks_on_another_with_a_key(
     slurm, tmp_path, tiny_flags
 ):
-    """``SERVERS_PER_NODE=2`` as docs/slurm.md has it: two servers on one node, two ranks on the other."""
+    """``SERVERS_PER_NODE=2`` as docs/guide/several_machines.md has it: two servers on one node, two ranks on the other."""
     run_dir = tmp_path / "run"
     environment = {**slurm, "SERVERS_PER_NODE": "2", "NPROC_PER_NODE": "2"}
     flags = [*tiny_flags, *jobs.R3_FLAGS, "--num-rollout", "2", "--check-weight-update-equal"]

@@ -1,4 +1,4 @@
-"""The commands of docs/data.md that train a model with a tool, from its conversations to R3's verdict."""
+"""The commands of docs/guide/data_and_rewards.md that train a model with a tool, from its conversations to R3's verdict."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.e2e import checkouts, docs_commands, jobs
 from tests.e2e.test_docs_commands import run
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.ci, pytest.mark.timeout(600)]
-PAGE = jobs.ROOT / "docs/data.md"
+PAGE = jobs.ROOT / "docs/guide/data_and_rewards.md"
 EPISODE = re.compile(
     r'<tool_call>\{"name": "search", "arguments": \{"query": "\w+"\}\}</tool_call>'
     r"<tool>(\w+) [\w ]+\.<assistant>\\boxed\{\1\}"

@@ -77,7 +77,7 @@ def test_an_installed_wheel_trains_the_demo_outside_of_the_checkout(installed, t
     assert not list(package.glob("pages/*.py")) and "# Models" in run(
         [installed / "r3train", "docs", "models"], tmp_path
     )
-    assert "docs/lora.md" in run([installed / "r3train", "explain", "--lora-rank"], tmp_path)
+    assert "docs/guide/lora.md" in run([installed / "r3train", "explain", "--lora-rank"], tmp_path)
     run([installed / "r3train", "make-tiny-model", "--output", "runs/tiny"], tmp_path)
     (tmp_path / "rw.py").write_text("def words(prompt, text, ids):\n    return len(text) / 100\n")
     flags = ("--num-rollout", "2", "--run-dir", "run", "--custom-rm-path", "rw:words")

@@ -261,7 +261,7 @@ def forced(tmp_path_factory) -> tuple[Path, dict[str, tuple[dict, dict]]]:
     [pytest.param(t, marks=() if t in (FAST, TE) else pytest.mark.slow) for t in TOPOLOGIES],
 )
 def test_replayed_routes_give_the_log_probs_and_gradients_of_transformers(
-    topology, forced, tmp_path, request, monkeypatch
+    topology, forced, tmp_path, monkeypatch
 ):
     directory, expected = forced
     world_size, parallel = TOPOLOGIES[topology]
@@ -272,7 +272,6 @@ def test_replayed_routes_give_the_log_probs_and_gradients_of_transformers(
     ranks = in_ranks(
         world_size, tmp_path, replayed, [str(directory / name) for name in taken], parallel
     )
-    rows = {}
     for name in taken:
         of_ranks = [rank[str(directory / name)] for rank in ranks]
         assert sum(int(rank["replayed rows"]) for rank in of_ranks) > 0, name
@@ -284,10 +283,6 @@ def test_replayed_routes_give_the_log_probs_and_gradients_of_transformers(
         assert not wrong, (name, wrong)
         norm = sum(float(g.square().sum()) for n, g in expected[name][1].items() if n in off) ** 0.5
         assert all(float(rank["norm"]) == pytest.approx(norm, rel=1e-5) for rank in of_ranks), name
-        worst = max(off, key=lambda tensor: off[tensor] / gradient_error(tensor))
-        rows[name, topology] = f"{error:.1e}", f"{off[worst]:.1e}", f"`{worst}`"
-    if request.config.getoption("--write-docs"):
-        write_page(read_page() | rows)
 
 
 # on disk: buffers, of which there is no gradient
@@ -324,63 +319,6 @@ def errors(
             size = max(float(wanted.norm()), 1e-3 * float(scale) * wanted.numel() ** 0.5)
             off[tensor] = float((of_ranks[0][tensor] - wanted).norm() / size)
     return max(abs(seen[uid] - wanted) for uid, wanted in by_uid.items()), off
-
-
-# -- the page's table ------------------------------------------------------------------------------
-
-DOCS = Path(__file__).parents[2] / "docs"
-PAGE = DOCS / "internals/families.md"
-HEAD = """<!-- written by: pytest tests/oracle/test_families.py -m '' -k replayed --write-docs; do not edit -->
-
-# Verification of families
-
-Every family's production actor, in every topology that its dry run takes, against transformers in float32 that is
-forced to the same random routes (and, of long sequences, to the same random tokens). On a CPU, from a tiny checkpoint with every bias and norm random, of the models in
-[models.md](../models.md). TP2 is with sequence parallelism, PP2 with full recomputation; TE is Megatron's
-Transformer Engine specification, with plain torch in the place of its kernels. *log-probs*: the largest error, in
-nats; at most 2e-5. *gradients*: the largest error of a tensor's gradient of the policy loss, as a part of its norm, and
-that tensor; at most 1e-4, or 3e-4 where a delta net's decay is made. No row had experts of the router's own, and
-after the backward pass every exported tensor was bit for bit the checkpoint's.
-
-| family | topology | log-probs | gradients | worst tensor |
-|---|---|---|---|---|
-"""
-Rows = dict[tuple[str, str], tuple[str, str, str]]
-
-
-def read_page() -> Rows:
-    """The page's errors by case and topology."""
-    lines = [line.strip("| ").split(" | ") for line in PAGE.read_text().split("\n")]
-    rows = [cells for cells in lines if len(cells) == 5 and cells[0] in CASES]
-    return {(name, topology): tuple(cells) for name, topology, *cells in rows}
-
-
-def write_page(rows: Rows) -> None:
-    lines = [
-        f"| {' | '.join((name, topology, *rows[name, topology]))} |\n"
-        for name in SPARSE
-        for topology in TOPOLOGIES
-        if (name, topology) in rows
-    ]
-    PAGE.write_text(HEAD + "".join(lines))
-
-
-def test_the_page_has_every_family_in_every_topology_that_is_taken(tmp_path):
-    taken = set()
-    for name in SPARSE:
-        save(random_model(options_of(name), **CASES[name]), tmp_path / name, options_of(name))
-        taken |= {(name, t) for t in TOPOLOGIES if is_taken(tmp_path / name, TOPOLOGIES[t][1])}
-    rows = read_page()
-    assert rows.keys() == taken
-    for error, off, tensor in rows.values():
-        assert float(error) < LOG_PROB_ERROR and float(off) <= gradient_error(tensor)
-    of_users = [line.split(" | ") for line in (DOCS / "models.md").read_text().split("\n")]
-    said = {
-        cells[0].strip("| `"): cells[2].partition(";")[0] for cells in of_users if len(cells) == 5
-    }
-    for name in TINY_NAMES:
-        topologies = ", ".join(t for t in TOPOLOGIES if (name, t) in taken)
-        assert said[read_hf_facts(tmp_path / name).model_type] == topologies, name
 
 
 # -- planted bugs -----------------------------------------------------------------------------------

@@ -429,33 +429,23 @@ def complaints(found: dict[str, Any], *, bf16: bool = False) -> dict[str, Any]:
     return {name: e for name, e in found.items() if not e[0] < bounds.get(name, 0)}
 
 
-def check(found: dict[str, dict], request: Any) -> None:
-    """Hold every case's errors against their bounds, and write them on the page if that is asked for."""
+def check(found: dict[str, dict]) -> None:
+    """Hold every case's errors against their bounds."""
     for case, of_case in found.items():
         wrong = complaints(of_case, bf16=case.endswith("bf16"))
         assert not wrong, (case, wrong)
-    if request.config.getoption("--write-docs"):
-        write_page(
-            read_page()
-            | {
-                tuple(case.split()): tuple(
-                    f"{of_case[name][0]:.1e}" if name in of_case else "-" for name in COLUMNS
-                )
-                for case, of_case in found.items()
-            }
-        )
 
 
 @pytest.mark.parametrize("families", [HELD[:7], HELD[7:]], ids=["first seven", "others"])
 def test_adapters_of_every_family_compute_and_learn_what_transformers_does_with_them_merged(
-    families, worlds, tmp_path, request
+    families, worlds, tmp_path
 ):
-    check(worlds.run(1, tmp_path, [f"{family} one" for family in families]), request)
+    check(worlds.run(1, tmp_path, [f"{family} one" for family in families]))
 
 
-def test_recomputed_layers_behind_frozen_embeddings_give_the_same(worlds, tmp_path, request):
+def test_recomputed_layers_behind_frozen_embeddings_give_the_same(worlds, tmp_path):
     cases = [f"glm4_moe {topology}" for topology in ("recompute", "recompute_moe", "one_bf16")]
-    check(worlds.run(1, tmp_path, cases), request)
+    check(worlds.run(1, tmp_path, cases))
 
 
 # of two ranks: each reduction, each way to gather, and a stage of dense layers
@@ -490,8 +480,8 @@ SLOW += [group for family in ("glm4_moe", "moonlight") for group in halves(famil
     ],
     ids=lambda value: value[0] + " and on" if isinstance(value, list) else str(value),
 )
-def test_adapters_are_the_same_in_every_topology(world_size, cases, worlds, tmp_path, request):
-    check(worlds.run(world_size, tmp_path, cases), request)
+def test_adapters_are_the_same_in_every_topology(world_size, cases, worlds, tmp_path):
+    check(worlds.run(world_size, tmp_path, cases))
 
 
 @pytest.fixture(scope="module")
@@ -517,68 +507,9 @@ TE_CASES = [
     ids=lambda value: value[0] + " and on" if isinstance(value, list) else str(value),
 )
 def test_adapters_of_transformer_engines_layers_are_the_same_in_every_topology(
-    world_size, cases, te_worlds, tmp_path, request
+    world_size, cases, te_worlds, tmp_path
 ):
-    check(te_worlds.run(world_size, tmp_path, cases), request)
-
-
-# -- the page's table ------------------------------------------------------------------------------
-
-PAGE = Path(__file__).parents[2] / "docs/internals/adapters.md"
-HEAD = """<!-- written by: pytest tests/oracle/test_lora.py -m '' -k 'family or topology or recomputed' --write-docs; do not edit -->
-
-# Verification of adapters
-
-The production actor with an adapter on every linear ([lora.md](../lora.md)), neither A nor B zero, on tiny models of
-four layers, under replayed random routes (`qwen3` is dense), on a CPU. *log-probs*: the largest error, in nats, against
-transformers in float64 with the adapters merged. *gradients*: the largest error of a factor's gradient of the policy
-loss against the same, as a part of its norm, which counts as at least 1e-3 of all factors' mean. *SGD*, *Adam*: the same of what three steps change a factor by, against
-one rank (`one` is that rank itself). Bounds: 2e-5, 1e-4, 1e-3,
-1e-3; with `bf16`, which rounds weights and activations to eight bits, 0.4 and 0.4, and steps are not compared. TP is
-with sequence parallelism, `overlap` with a sharded optimizer, overlapped reductions and gathers in several buckets;
-`pp2_uneven` recomputes all layers. `_te` is the actor on Megatron's Transformer Engine specification, with plain
-torch in the place of its kernels, against one rank of the same. Adam's epsilon is 1e-4 here: at 1e-8 its first step
-moves an element whose gradient is rounding alone as far as any other, and one factor of `qwen2_moe` was off by 2.4e-3.
-
-| family | topology | log-probs | gradients | SGD | Adam |
-|---|---|---|---|---|---|
-"""
-COLUMNS = ("log_probs", "gradients", "sgd", "adam")
-Rows = dict[tuple[str, str], tuple[str, ...]]
-
-
-def rows_of_the_page() -> list[tuple[str, str]]:
-    """Every case that a test here holds, in the order of the page."""
-    cases = {f"{family} one" for family in HELD} | {f"glm4_moe {t}" for t in TOPOLOGIES[1]}
-    cases |= {case for _, group in SLOW + TE_CASES for case in group}
-    order = [topology for of_size in TOPOLOGIES.values() for topology in of_size]
-    pairs = [tuple(case.split()) for case in cases]
-    return sorted(pairs, key=lambda pair: (HELD.index(pair[0]), order.index(pair[1])))
-
-
-def read_page() -> Rows:
-    """The page's errors by family and topology."""
-    if not PAGE.exists():
-        return {}
-    lines = [line.strip("| ").split(" | ") for line in PAGE.read_text().split("\n")]
-    return {(c[0], c[1]): tuple(c[2:]) for c in lines if len(c) == 6 and c[0] in HELD}
-
-
-def write_page(rows: Rows) -> None:
-    lines = [
-        f"| {' | '.join(pair + rows[pair])} |\n" for pair in rows_of_the_page() if pair in rows
-    ]
-    PAGE.write_text(HEAD + "".join(lines))
-
-
-def test_the_page_has_every_case_within_its_bounds():
-    rows = read_page()
-    assert list(rows) == rows_of_the_page()
-    for (family, topology), cells in rows.items():
-        assert ("-" in cells) == (is_rounded := topology.endswith("bf16"))
-        pairs = zip(COLUMNS, cells, strict=True)
-        found = {name: (float(cell), "") for name, cell in pairs if cell != "-"}
-        assert not complaints(found, bf16=is_rounded), (family, topology)
+    check(te_worlds.run(world_size, tmp_path, cases))
 
 
 def test_every_family_with_adapters_is_held_here():
@@ -654,8 +585,6 @@ def test_every_bug_of_adapters_is_planted_here():
 
     mine = {bug.name for bug in planted_by("tests/oracle/test_lora.py")}
     assert mine <= {*CAUGHT, *ELSEWHERE} and {*ELSEWHERE} <= mine
-    page = PAGE.with_name("planted_bugs.md").read_text(encoding="utf-8")
-    assert all(f"| `{bug}` |" in page for bug in {*CAUGHT, *ELSEWHERE})
 
 
 def experts_alone(directory: Path, bug: str | None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The way of CUDA handles to SGLang without a pickle (docs/internals/weight_updates.md), with a host's memory.
+"""The way of CUDA handles to SGLang without a pickle, with a host's memory.
 
 SGLang's own request, updater and worker; the memory is one that another process could open by name, as
 cudaIpcOpenMemHandle would.  The reader that the design asks for stands here.

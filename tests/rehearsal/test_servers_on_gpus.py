@@ -1,6 +1,6 @@
 """SGLang's own decisions for every recipe's servers on three cards, and which backends of experts record routes.
 
-A subprocess per card (``gpu_servers``) believes in it; no kernel runs.  docs/gpu.md has the answers in a table.
+A subprocess per card (``gpu_servers``) believes in it; no kernel runs.
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ from r3train.engine.refusals import UNRECORDED_BACKENDS
 from tests.published import RECIPES
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs/gpu.md"
 CARDS = {"H100": 81559, "H200": 143771, "B200": 183359}  # MiB, as nvidia-smi says
-ON_THE_PAGE = ("H100", "B200")
 MIB = 1 << 20
 pytestmark = pytest.mark.ranks  # two processes, and no gloo
 each_card = pytest.mark.parametrize("card", CARDS)
@@ -126,60 +124,3 @@ def test_decoding_runs_in_whole_graphs_and_a_servers_gpus_are_the_recipes(card, 
         assert server["cuda_graphs"]["decode"]["max_bs"] >= 256, recipe.file
         given = RunConfig.from_toml(recipe.path).rollout.sglang.get("tp_size")
         assert given is None or server["tp_size"] == given, recipe.file
-
-
-# -- the page's table ------------------------------------------------------------------------------
-
-BEGIN = (
-    "<!-- this table is written by: pytest tests/rehearsal/test_servers_on_gpus.py --write-docs;"
-    " do not edit -->\n"
-)
-END = "<!-- end of the table -->\n"
-HEAD = """
-| recipe | GPUs | experts | SGLang's own choice | routes | overlap | memory | TF32 asked for | attention | all-reduce fused | prefill of | decoding graphs | prefill graphs |
-|---|---|---|---|---|---|---|---|---|---|---|---|---|
-"""
-
-
-def row(name: str, reports: dict[str, dict]) -> str:
-    """A recipe's line: what is equal on both cards once, else H100 / B200."""
-    cells = []
-    for report in (reports[card] for card in ON_THE_PAGE):
-        server = report["servers"][name]
-        graphs = server["cuda_graphs"]
-        prefill = graphs["prefill"]
-        fused = server["flashinfer_allreduce_fusion_backend"]
-        cells.append(
-            (
-                str(server["tp_size"]),
-                server["moe_runner_backend"],
-                report["alone"][name],
-                "recorded" if report["records"][server["moe_runner_backend"]] else "zeros",
-                "off" if server["disable_overlap_schedule"] else "on",
-                f"{server['mem_fraction_static']:.2f}",
-                "yes" if server["enable_tf32_matmul"] else "no",
-                str(server["attention_backend"]),
-                str(fused or "no"),
-                f"{server['chunked_prefill_size']:,}",
-                f"to {graphs['decode']['max_bs']} ({graphs['decode']['backend']})",
-                (
-                    "none"
-                    if prefill["backend"] == "disabled"
-                    else f"to {prefill['max_bs']:,} ({prefill['backend']})"
-                ),
-            )
-        )
-    both = [" / ".join(dict.fromkeys(values)) for values in zip(*cells, strict=True)]
-    return f"| [{name}](../configs/{name}.toml) | {' | '.join(both)} |\n"
-
-
-def test_the_pages_table_is_what_sglang_resolves(reports, request):
-    table = HEAD + "".join(row(recipe.file, reports) for recipe in RECIPES) + "\n"
-    text = PAGE.read_text()
-    before, _, rest = text.partition(BEGIN)
-    written, _, after = rest.partition(END)
-    assert after or rest.endswith(END), f"{PAGE} has lost the marks of its table"
-    if request.config.getoption("--write-docs"):
-        PAGE.write_text(before + BEGIN + table + END + after)
-        written = table
-    assert written == table, "pytest tests/rehearsal/test_servers_on_gpus.py --write-docs writes it"

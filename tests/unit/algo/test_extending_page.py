@@ -1,4 +1,4 @@
-"""The examples of docs/extending.md do what the page says, through production's loaders."""
+"""The examples of docs/guide/extending.md do what the page says, through production's loaders."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from r3train.environments import ENVIRONMENTS, Turn, get_environment
 from r3train.rewards.named_rewards import REWARDS
 from r3train.types import Prompt
 
-PAGE = (Path(__file__).parents[3] / "docs/extending.md").read_text()
-RULES = (Path(__file__).parents[3] / "docs/algorithms.md").read_text()
-DATA = (Path(__file__).parents[3] / "docs/data.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs/guide/extending.md").read_text()
+RULES = (Path(__file__).parents[3] / "docs/guide/algorithms.md").read_text()
+DATA = (Path(__file__).parents[3] / "docs/guide/data_and_rewards.md").read_text()
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""The model family of docs/extending.md is the one in the code, and the page leaves out no place of it."""
+"""The model family of docs/guide/extending.md is the one in the code, and the page leaves out no place of it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from r3train.verify.tiny import build
 from r3train.families.tiny_options import TinyOptions
 
 ROOT = Path(__file__).parents[3]
-PAGE = (ROOT / "docs/extending.md").read_text()
+PAGE = (ROOT / "docs/guide/extending.md").read_text()
 BLOCKS = re.findall(r"```python\n# (r3train/\S+\.py)\n(.*?)```", PAGE, flags=re.S)
 
 

@@ -27,7 +27,7 @@ from tests.published import shapes_of, write_checkpoint, write_config
 from tests.unit.config.test_config import config
 from tests.unit.launch.test_preflight import start
 
-PAGE = Path(__file__).parents[3] / "docs/models.md"
+PAGE = Path(__file__).parents[3] / "docs/guide/models.md"
 
 
 @pytest.fixture

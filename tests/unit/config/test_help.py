@@ -117,7 +117,7 @@ def test_a_setting_is_explained_by_any_of_its_names():
         "Upper bound of the weight of rollout_is.\n",
         "Cannot go with --loss-type sft.\n",
         "--tis-clip-low: is at most --tis-clip.\n",
-        "docs/algorithms.md",
+        "docs/guide/algorithms.md",
     ):
         assert said in output
     assert asked("explain", "--no-plot") == asked("explain", "run.plot")
@@ -137,9 +137,10 @@ def test_every_setting_is_explained():
 
 def test_pages_are_listed_and_shown():
     listed = asked("docs").splitlines()
-    assert "models                  Models" in listed
-    assert asked("docs", "models") == asked("docs", "docs/models.md")
-    assert asked("docs", "internals/rehearsal").startswith("# ")
+    assert all("  " in line for line in listed)  # the columns of names and titles
+    assert ["guide/models", "Models"] in [line.split() for line in listed]
+    assert asked("docs", "models") == asked("docs", "docs/guide/models.md")
+    assert asked("docs", "proof/r3").startswith("# ")
 
 
 @pytest.mark.parametrize(

@@ -138,7 +138,9 @@ def test_the_container_of_a_second_regression_sees_its_run_its_logs_and_its_summ
     assert after(step, "--log-dir").startswith("/shared/runs/a/logs/")
 
 
-@pytest.mark.parametrize("place", ["docs/slurm.md", "slurm/train_multi_node.sbatch"])
+@pytest.mark.parametrize(
+    "place", ["docs/guide/several_machines.md", "slurm/train_multi_node.sbatch"]
+)
 def test_16_nodes_are_12_of_torchrun_and_4_of_servers(tmp_path, place):
     text = (ROOT / place).read_text()
     done, (servers, ranks) = render_documented(tmp_path, text, "train_multi_node")
@@ -248,7 +250,11 @@ def test_one_node_of_8_gpus_is_4_of_ranks_and_4_of_the_server_behind_them(tmp_pa
     assert after(ranks, "--sglang-tp-size") == "4"
 
 
-PAGES = ("Makefile", "README.md", *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md")))
+PAGES = (
+    "Makefile",
+    "README.md",
+    *(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md")),
+)
 
 
 @pytest.mark.parametrize("page", PAGES)
