@@ -27,9 +27,16 @@ PROMPT = np.random.default_rng(0).integers(3, 500, 6).tolist()
 # They differ from run to run and mean nothing to the client.
 _DROPPED = ("e2e_latency", "response_sent_to_client_ts", "id")
 _INFO = (
-    *("tp_size", "dp_size", "random_seed", "weight_version", "max_running_requests"),
-    *("disable_overlap_schedule", "disable_radix_cache", "speculative_num_draft_tokens"),
-    *("moe_a2a_backend", "cuda_graph_config"),
+    "tp_size",
+    "dp_size",
+    "random_seed",
+    "weight_version",
+    "max_running_requests",
+    "disable_overlap_schedule",
+    "disable_radix_cache",
+    "speculative_num_draft_tokens",
+    "moe_a2a_backend",
+    "cuda_graph_config",
 )
 
 

@@ -105,8 +105,8 @@ def shards(directories: list[str], parallel: dict[str, Any]) -> dict[str, dict[s
         with actor_of(configuration(Path(directory), **parallel)) as actor:
             (chunk,) = actor.model.chunks
             found[directory] = {
-                one.name: (one.hf.names, checksum(one.tensor))
-                for one in chunk_weights(actor.model.weights, chunk)
+                weight.name: (weight.hf.names, checksum(weight.tensor))
+                for weight in chunk_weights(actor.model.weights, chunk)
             }
     return found
 

@@ -102,7 +102,7 @@ def test_the_image_is_sglangs_of_the_pinned_release_and_copies_what_is_there():
     assert len(copied) > 8 and all((ROOT / path).exists() for path in copied)
 
 
-def of_image() -> set[str]:
+def image_packages() -> set[str]:
     """Distributions that the image and the environment of docs/start/installation.md have: the lock's and the tools'."""
     commands = [
         re.findall(r"pip install .*-c requirements/dev\.txt -e \S+ (.+)$", text, re.M)
@@ -148,7 +148,7 @@ sys.exit(pytest.main(["--collect-only", "-q", "-p", "pytest_timeout", "-p", "pyt
 @pytest.mark.parametrize("lacking", ["", "hypothesis"])
 def test_the_first_day_imports_nothing_that_the_image_lacks(lacking):
     """Tests and benchmarks of its steps are imported while every other distribution is hidden."""
-    there = of_image() - {lacking}
+    there = image_packages() - {lacking}
     words = [shlex.split(step.command) for step in STEPS]
     modules = {w[2] for w in words if w[:2] == ["python", "-m"] and w[2].startswith("benchmarks.")}
     env = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}

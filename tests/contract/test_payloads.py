@@ -123,8 +123,8 @@ def test_sglang_takes_the_platform_that_is_registered_where_no_cuda_is():
     from sglang.srt.platforms import current_platform
 
     kind = type(current_platform)
-    taken = f"{kind.__module__}.{kind.__qualname__}" == cpu_platform.activate()
-    assert taken != torch.cuda.is_available()
-    if taken:
+    is_cpu_platform = f"{kind.__module__}.{kind.__qualname__}" == cpu_platform.activate()
+    assert is_cpu_platform != torch.cuda.is_available()
+    if is_cpu_platform:
         assert current_platform.get_default_attention_backend() == "torch_native"
         assert current_platform.is_out_of_tree()

@@ -80,11 +80,11 @@ def test_a_recipe_passes_the_checks_of_its_dry_run(recipe, machine, monkeypatch)
         "optimizer_cpu_offload", False
     )
     assert len(job.prompts) == 128 and job.hf.is_moe
-    others = config.parallel.model_copy(update={"expert_model_parallel_size": 7})
+    other_parallel = config.parallel.model_copy(update={"expert_model_parallel_size": 7})
     with pytest.raises(
         PreflightError, match="experts do not divide by expert_model_parallel_size 7"
     ):
-        preflight(config.model_copy(update={"parallel": others}), 7 * recipe.num_gpus)
+        preflight(config.model_copy(update={"parallel": other_parallel}), 7 * recipe.num_gpus)
 
 
 @each_recipe
@@ -140,7 +140,9 @@ def test_the_recipe_of_two_nodes_is_what_its_head_says_with_room_to_spare():
     assert len(addresses) * server_size(config.rollout.sglang) == 8
     head = recipe.path.read_text().split("[model]")[0]
     flags = re.search(r"(--tensor-model-parallel-size 1 \S+)\)", head)[1].split()
-    other = parse_train_flags(["--config", str(recipe.path), *flags], prog_name="train_async.py")
-    assert not other.parallel.sequence_parallel
-    (stage,) = stages(other, model, recipe.num_gpus)
+    changed_config = parse_train_flags(
+        ["--config", str(recipe.path), *flags], prog_name="train_async.py"
+    )
+    assert not changed_config.parallel.sequence_parallel
+    (stage,) = stages(changed_config, model, recipe.num_gpus)
     assert f"{stage.total / 2**30:.0f} GiB at the peak" in head

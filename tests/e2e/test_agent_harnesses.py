@@ -63,7 +63,7 @@ async def test_a_harness_acts_on_the_models_calls(python, name, tmp_path):
     script = Script(_calls(name, "red"), {"content": "done"})
     reward, _ = await _harness(python, name, script, tmp_path)
     assert reward == (0.5 if name == "with_openai_agents" else 1.0)
-    assert all(delivered for _, delivered in script.told)
+    assert all(delivered for _, delivered in script.deliveries)
     assert script.requests[0].max_tokens == 4 and script.requests[0].tools
 
 
@@ -107,7 +107,7 @@ async def test_anthropics_client_gets_answers_streams_and_refusals(python, tmp_p
     async with opened(script) as (endpoint, access):
         await run_command([str(python), "-c", _ANTHROPICS], access, {}, tmp_path, timeout_s=300)
         assert endpoint.stats() == {"answers": 2, "refused": 1}
-    assert script.told == [(0, True), (1, True)]
+    assert script.deliveries == [(0, True), (1, True)]
     roles = [message["role"] for message in script.requests[1].messages]
     assert roles == ["user", "assistant", "tool"]
 
@@ -153,7 +153,7 @@ async def test_smolagents_writes_each_answer_anew_and_pays_a_sample_for_each_cal
     python, how, said, begins, tmp_path
 ):
     play = Play(max_context_len=30000)
-    play.engine.said = list(said)
+    play.engine.answers = list(said)
     async with opened(play.session.answer) as (endpoint, access):
         program = tmp_path / "agent.py"  # it reads the source of a tool
         program.write_text(_SMOLAGENTS)

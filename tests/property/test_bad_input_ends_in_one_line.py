@@ -181,7 +181,13 @@ def the_environment(draw: random.Random, directory: Path) -> Extra:
 
 
 KINDS: tuple[Callable[[random.Random, Path], Extra], ...] = (
-    *(a_flag, a_recipe, a_model_file, weights, prompts, a_saved_state, the_environment),
+    a_flag,
+    a_recipe,
+    a_model_file,
+    weights,
+    prompts,
+    a_saved_state,
+    the_environment,
 )
 
 

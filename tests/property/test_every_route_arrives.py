@@ -33,7 +33,7 @@ TOPK = 2
 MARKER = missing_marker(np.uint16)
 
 
-def own_route(uids: np.ndarray, layers: np.ndarray) -> np.ndarray:
+def expected_routes(uids: np.ndarray, layers: np.ndarray) -> np.ndarray:
     """uint16[rows, layers, K] that only this token and layer would have."""
     mixed = uids[:, None] * 7919 + layers[None] * 104729
     return np.stack([(mixed * 31 + k) % MARKER for k in range(TOPK)], axis=-1).astype(np.uint16)
@@ -50,7 +50,7 @@ def sample_of(sample_id: int, num_tokens: int, num_layers: int) -> TrainSample:
         prompt_len=1,
         loss_mask=np.arange(num_tokens) >= 1,
         rollout_log_probs=np.zeros(num_tokens, np.float32),
-        routed_experts=own_route(token_uids(sample_id, num_tokens)[:-1], layers),
+        routed_experts=expected_routes(token_uids(sample_id, num_tokens)[:-1], layers),
         weight_versions=np.zeros(num_tokens, np.int32),
         finish_reason="stop",
     )
@@ -117,7 +117,7 @@ def test_every_real_sample_position_and_layer_reaches_exactly_its_place(
         for microbatch in built[place.dp_rank]:
             s = slice_microbatch(microbatch, place)
             real = s.route_uids >= 0
-            expected = own_route(s.route_uids[real], s.layer_numbers)
+            expected = expected_routes(s.route_uids[real], s.layer_numbers)
             expected[np.isin(s.route_uids[real], last_rows)] = MARKER
             np.testing.assert_array_equal(s.routes[real], expected)
             assert (s.routes[~real] == MARKER).all()

@@ -25,7 +25,7 @@ class Script:
     def __init__(self, *answers: dict[str, Any] | Exception) -> None:
         self.answers = list(answers)
         self.requests: list[ChatRequest] = []
-        self.told: list[tuple[int, bool]] = []  # (call, whether its answer was delivered)
+        self.deliveries: list[tuple[int, bool]] = []  # (call, whether its answer was delivered)
         self.may_answer = asyncio.Event()
         self.may_answer.set()
         self.cancelled = 0
@@ -38,12 +38,14 @@ class Script:
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
-        given = self.answers.pop(0) if self.answers else {"content": str(number)}
-        if isinstance(given, Exception):
-            raise given
-        message = {"role": "assistant", **given}
+        answer_fields = self.answers.pop(0) if self.answers else {"content": str(number)}
+        if isinstance(answer_fields, Exception):
+            raise answer_fields
+        message = {"role": "assistant", **answer_fields}
         reason = "tool_calls" if "tool_calls" in message else "stop"
-        return ChatAnswer(message, reason, 7, 5), lambda kept: self.told.append((number, kept))
+        return ChatAnswer(message, reason, 7, 5), lambda kept: self.deliveries.append(
+            (number, kept)
+        )
 
 
 @asynccontextmanager

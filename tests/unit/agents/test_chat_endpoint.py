@@ -83,7 +83,7 @@ async def test_the_openai_client_gets_a_stream_that_equals_json(message):
     assert choices[0] == choices[1]
     assert choices[0]["message"]["content"] == message["content"]
     assert script.requests[0].tools == [TOOL]
-    assert script.told == [(0, True), (1, True)]
+    assert script.deliveries == [(0, True), (1, True)]
 
 
 async def test_an_answer_is_told_delivered_before_the_client_asks_on():
@@ -91,9 +91,9 @@ async def test_an_answer_is_told_delivered_before_the_client_asks_on():
     async with opened(script) as (_, access):
         client = _client(access)
         for turn in range(20):
-            assert len(script.told) == turn
+            assert len(script.deliveries) == turn
             await _ask(client)
-    assert script.told == [(turn, True) for turn in range(20)]
+    assert script.deliveries == [(turn, True) for turn in range(20)]
 
 
 async def test_a_marked_retry_joins_the_call_in_flight():
@@ -104,7 +104,7 @@ async def test_a_marked_retry_joins_the_call_in_flight():
         await until(lambda: endpoint.stats().get("retries_joined"))
         script.may_answer.set()
         assert (await asked).choices[0].message.content == "0"
-        assert len(script.requests) == 1 and script.told == [(0, True)]
+        assert len(script.requests) == 1 and script.deliveries == [(0, True)]
         assert "undelivered" not in endpoint.stats()
 
 
@@ -112,7 +112,7 @@ async def test_a_marked_retry_gets_the_recorded_answer():
     script = Script()
     async with opened(script) as (_, access):
         assert await _post(access) == await _post(access, retry=1)
-    assert len(script.requests) == 1 and script.told == [(0, True)]
+    assert len(script.requests) == 1 and script.deliveries == [(0, True)]
 
 
 async def test_two_equal_requests_without_a_mark_are_two_calls():
@@ -121,7 +121,7 @@ async def test_two_equal_requests_without_a_mark_are_two_calls():
         client = _client(access)
         answers = await asyncio.gather(_ask(client), _ask(client))
     assert {answer.choices[0].message.content for answer in answers} == {"0", "1"}
-    assert len(script.told) == 2
+    assert len(script.deliveries) == 2
 
 
 async def test_the_retries_of_two_equal_requests_get_both_answers():
@@ -141,7 +141,7 @@ async def test_the_retries_of_two_equal_requests_get_both_answers():
         answers = [
             answer["choices"][0]["message"]["content"] for _, answer in (await first, await second)
         ]
-    assert sorted(answers) == ["0", "1"] and sorted(script.told) == [(0, True), (1, True)]
+    assert sorted(answers) == ["0", "1"] and sorted(script.deliveries) == [(0, True), (1, True)]
 
 
 async def test_an_unknown_retry_and_one_of_a_failed_call_ask_the_model():
@@ -164,9 +164,9 @@ async def test_a_client_that_goes_away_does_not_cancel_and_its_answer_is_undeliv
         script.may_answer.set()
         await until(lambda: endpoint.stats().get("answers"))
         await asyncio.sleep(0.1)  # as would a delivery
-        assert (script.cancelled, script.told) == (0, [])
+        assert (script.cancelled, script.deliveries) == (0, [])
         await endpoint.close(access.key)
-        assert script.told == [(0, False)] and endpoint.stats()["undelivered"] == 1
+        assert script.deliveries == [(0, False)] and endpoint.stats()["undelivered"] == 1
 
 
 async def test_an_answer_that_its_client_left_goes_to_the_retry():
@@ -180,7 +180,7 @@ async def test_an_answer_that_its_client_left_goes_to_the_retry():
         script.may_answer.set()
         await until(lambda: endpoint.stats().get("answers"))
         assert (await _post(access, retry=1))[0] == 200
-        assert script.told == [(0, True)] and len(script.requests) == 1
+        assert script.deliveries == [(0, True)] and len(script.requests) == 1
         assert (await _post(access))[0] == 200  # a retry holds no slot
 
 
@@ -198,7 +198,7 @@ async def test_an_answer_at_the_sessions_end_is_not_given_if_it_was_told_undeliv
         second = await endpoint.open(answer)
         assert (await _post(second))[0] == 403
         await ends[0]
-    assert script.told == [(0, False)]
+    assert script.deliveries == [(0, False)]
 
 
 async def test_the_end_of_a_session_cancels_its_calls_and_refuses_its_key():
@@ -213,13 +213,13 @@ async def test_the_end_of_a_session_cancels_its_calls_and_refuses_its_key():
             await asked
         with pytest.raises(openai.PermissionDeniedError, match="session_over"):
             await _ask(client)
-    assert (script.cancelled, script.told, len(script.requests)) == (1, [], 1)
+    assert (script.cancelled, script.deliveries, len(script.requests)) == (1, [], 1)
 
 
 async def test_a_key_opens_its_own_session_only():
-    one, other = Script({"content": "one"}), Script({"content": "other"})
-    async with opened(one) as (endpoint, access):
-        second = await endpoint.open(other)
+    first_script, second_script = Script({"content": "one"}), Script({"content": "other"})
+    async with opened(first_script) as (endpoint, access):
+        second = await endpoint.open(second_script)
         assert len(access.key) == len("sk-r3train-") + 48 and second.key != access.key
         assert (await _ask(_client(second))).choices[0].message.content == "other"
         assert (await _ask(_client(access))).choices[0].message.content == "one"
@@ -227,7 +227,7 @@ async def test_a_key_opens_its_own_session_only():
             await openai.AsyncOpenAI(base_url=access.base_url, api_key="sk-x").models.list()
         await endpoint.close(second.key)
         assert (await _ask(_client(access))).choices[0].message.content == "1"
-    assert (len(one.requests), len(other.requests)) == (2, 1)
+    assert (len(first_script.requests), len(second_script.requests)) == (2, 1)
 
 
 @pytest.mark.parametrize(
@@ -305,7 +305,7 @@ async def test_anthropics_clients_are_answered_in_their_form():
         status, answer = await _post(access, b"[]", path="/messages")
         assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
     assert [request.messages[0]["role"] for request in script.requests] == ["system"] * 2
-    assert script.told == [(0, True)]
+    assert script.deliveries == [(0, True)]
 
 
 async def test_models_are_listed():
@@ -368,12 +368,14 @@ async def test_ignored_fields_are_counted():
 async def test_a_posted_reward_is_taken_where_it_may_be():
     rewards, endpoint = [], ChatEndpoint()
     try:
-        taking, other = await endpoint.open(Script(), rewards.append), await endpoint.open(Script())
+        taking, second_script = await endpoint.open(Script(), rewards.append), await endpoint.open(
+            Script()
+        )
         assert (await _post(taking, b"1.5", path="/r3train/reward"))[0] == 200
         assert (await _post(taking, b'{"a": 1}', path="/r3train/reward"))[0] == 200
         status, answer = await _post(taking, b"NaN", path="/r3train/reward")
         assert status == 400 and "expected a finite number" in answer["error"]["message"]
-        assert (await _post(other, b"1", path="/r3train/reward"))[0] == 404
+        assert (await _post(second_script, b"1", path="/r3train/reward"))[0] == 404
     finally:
         await endpoint.stop()
     assert rewards == [1.5, {"a": 1.0}]

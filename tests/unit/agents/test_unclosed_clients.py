@@ -28,18 +28,18 @@ async def test_a_client_that_was_left_open_takes_no_other_session_with_it():
             await client().chat.completions.create(model="m", messages=_ASK)
 
         async def waits() -> str:
-            async with client() as own:
-                answer = await own.chat.completions.create(model="m", messages=_ASK)
+            async with client() as connection:
+                answer = await connection.chat.completions.create(model="m", messages=_ASK)
             return answer.choices[0].message.content
 
         gc.disable()
         try:
             await agents.ask(leaves, "the first agent", 10)
             await asyncio.sleep(0.1)
-            other = asyncio.create_task(agents.ask(waits, "the second agent", 10))
+            second_agent = asyncio.create_task(agents.ask(waits, "the second agent", 10))
             await asyncio.sleep(0)
             gc.collect()
             time.sleep(1)  # the second agent's request is on its way when this loop goes on
-            assert await other == "1"
+            assert await second_agent == "1"
         finally:
             gc.enable()

@@ -34,8 +34,8 @@ def test_grpo_without_std_normalization_is_the_distance_from_the_group_mean():
 
 
 def test_a_group_is_scored_against_itself_alone():
-    beside = advantages([[0.0, 2.0, 4.0], [900.0, 0.0, 7.0]])
-    np.testing.assert_array_equal(advantages([[0.0, 2.0, 4.0]])[0], beside[0])
+    with_another_group = advantages([[0.0, 2.0, 4.0], [900.0, 0.0, 7.0]])
+    np.testing.assert_array_equal(advantages([[0.0, 2.0, 4.0]])[0], with_another_group[0])
 
 
 @pytest.mark.parametrize("normalise", [True, False])
@@ -85,7 +85,8 @@ HERE = "tests.unit.algo.test_advantages"
 def by_position(groups, rewards, algorithm):
     """Later tokens earn more, prompt tokens too: those must not arrive."""
     return [
-        [np.arange(s.num_tokens) * r for s, r in zip(g, own)] for g, own in zip(groups, rewards)
+        [np.arange(s.num_tokens) * r for s, r in zip(g, group_rewards)]
+        for g, group_rewards in zip(groups, rewards)
     ]
 
 
@@ -105,7 +106,7 @@ def not_finite(groups, rewards, algorithm):
     return [[np.full(s.num_tokens, math.nan) for s in group] for group in groups]
 
 
-def of_rewards_alone(rewards):
+def takes_rewards_only(rewards):
     return rewards
 
 
@@ -180,7 +181,7 @@ def test_an_estimator_that_misbehaves_is_named_with_what_it_did(name, message, m
         (f"{HERE}:HERE", "found 'tests.*expected a function"),
         (f"{HERE}:later", "found an async function"),
         (
-            f"{HERE}:of_rewards_alone",
+            f"{HERE}:takes_rewards_only",
             r"found a function \(rewards\), expected a function \(groups, rewards, algorithm\)",
         ),
         ("no.such.module:f", "cannot import no.such.module"),

@@ -311,7 +311,7 @@ def test_metrics_by_age_are_those_of_the_rows_of_that_age():
     mask = torch.tensor([True, True, True, False, True])
     rows = rows_of(old, rollout, mask, samples=[0, 1, 1, 1, 0])
     rows = replace(rows, ages=torch.tensor([0, 2, 2, 2, 0]), num_ages=4)
-    of_samples = {
+    values_by_name = {
         "chi2_seq_age_2": 0.3**2 - 1,
         "ppl_actor_age_2": (0.6 * 0.05) ** -0.5,
         "ppl_rollout_age_2": (0.2 * 0.5) ** -0.5,
@@ -336,7 +336,7 @@ def test_metrics_by_age_are_those_of_the_rows_of_that_age():
             "tis_weight_age_2": 2.5,
             "tis_clipped_high_age_2": 0.5,
             "dropped_share_age_2": 0.5,
-            **of_samples,
+            **values_by_name,
         },
         rel=1e-6,
     )

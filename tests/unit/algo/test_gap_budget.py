@@ -43,10 +43,10 @@ class World:
         metrics: dict[str, float] = {"train/num_loss_tokens": TOKENS}
         metrics["train/loss_tokens_rows_cached"] = TOKENS
         metrics |= {f"train/log_prob_gap_{k}": v for k, v in gap_stats(0 * d, d).items()}
-        for one in set(self.ages):
-            own = gap_stats(0 * d[age == one], d[age == one])
-            metrics |= {f"train/log_prob_gap_{k}_age_{one}": own[k] for k in ADDED}
-            metrics[f"train/loss_tokens_age_{one}"] = int((age == one).sum())
+        for age_value in set(self.ages):
+            age_gap = gap_stats(0 * d[age == age_value], d[age == age_value])
+            metrics |= {f"train/log_prob_gap_{k}_age_{age_value}": age_gap[k] for k in ADDED}
+            metrics[f"train/loss_tokens_age_{age_value}"] = int((age == age_value).sum())
         truth = -rng.exponential(2.0, CANARIES)
         prefill = truth + noise(self.prefill, CANARIES)
         actor = truth + noise(self.kernels, CANARIES)

@@ -164,14 +164,14 @@ def test_the_anchor_is_the_ratio_s_denominator(name):
     policy_loss = get_policy_loss(name)
     streams = dict(new=leaf(-1.0, -1.2), advantages=vector(1.0, -2.0))
 
-    def of(old, rollout, **settings):
+    def loss_of_settings(old, rollout, **settings):
         rows = loss_rows(streams["new"], old, streams["advantages"], rollout_log_probs=rollout)
         return microbatch_loss(policy_loss, rows, AlgorithmSection(**settings))
 
     old, rollout = vector(-1.1, -1.1), vector(-0.9, -1.25)
-    anchored = of(old, rollout, ratio_anchor="rollout")
-    assert anchored.loss.item() == pytest.approx(of(rollout, rollout).loss.item())
-    assert anchored.loss.item() != pytest.approx(of(old, rollout).loss.item())
+    anchored = loss_of_settings(old, rollout, ratio_anchor="rollout")
+    assert anchored.loss.item() == pytest.approx(loss_of_settings(rollout, rollout).loss.item())
+    assert anchored.loss.item() != pytest.approx(loss_of_settings(old, rollout).loss.item())
     # the gap is still that of the actor before the update
     assert anchored.sums["log_prob_gap_abs"].item() == pytest.approx(0.2 + 0.15)
 
@@ -372,7 +372,7 @@ def test_the_loss_is_a_sum_so_splitting_samples_over_microbatches_changes_nothin
     mask = torch.rand(10) > 0.4
     policy_loss = get_policy_loss(algorithm.policy_loss)
 
-    def of(rows, samples, weights):
+    def loss_of_settings(rows, samples, weights):
         streams = {"rollout_log_probs": rollout[rows], "loss_weights": vector(*weights)}
         return microbatch_loss(
             policy_loss,
@@ -387,9 +387,11 @@ def test_the_loss_is_a_sum_so_splitting_samples_over_microbatches_changes_nothin
             algorithm,
         )
 
-    whole = of(slice(0, 10), [0] * 3 + [1] * 7, [0.5, 2.0])
-    parts = of(slice(0, 3), [0] * 3, [0.5]), of(slice(3, 10), [0] * 7, [2.0])
-    for key, value in whole.sums.items():
+    loss_together = loss_of_settings(slice(0, 10), [0] * 3 + [1] * 7, [0.5, 2.0])
+    parts = loss_of_settings(slice(0, 3), [0] * 3, [0.5]), loss_of_settings(
+        slice(3, 10), [0] * 7, [2.0]
+    )
+    for key, value in loss_together.sums.items():
         torch.testing.assert_close(value, parts[0].sums[key] + parts[1].sums[key])
 
 
@@ -513,7 +515,7 @@ def metric_of_rows(rows, algorithm):
     return RowLoss(rows.log_probs, {"mine": rows.advantages})
 
 
-def of_rows_alone(rows):
+def takes_rows_only(rows):
     return RowLoss(rows.log_probs)
 
 
@@ -634,7 +636,7 @@ def test_a_users_loss_that_returns_other_things_on_values_than_on_trial_is_named
         (f"{HERE}:absent", f"{HERE} has no absent"),
         (f"{HERE}:CLIP", "expected a function"),
         (
-            f"{HERE}:of_rows_alone",
+            f"{HERE}:takes_rows_only",
             r"found a function \(rows\), expected a function \(rows, algorithm\)",
         ),
         (f"{HERE}:returns_a_tensor", "returned Tensor, expected a RowLoss"),

@@ -48,11 +48,11 @@ def test_reinforce_plus_plus_baseline_is_whitened_over_tokens_and_not_over_sampl
 
 
 def test_reinforce_plus_plus_discounts_the_reward_from_the_last_loss_token_back():
-    own = sample(0, 5)  # a prompt token, then 4; the third token is an environment's
-    own.loss_mask[2] = False
-    other = sample(1, 2)
+    first = sample(0, 5)  # a prompt token, then 4; the third token is an environment's
+    first.loss_mask[2] = False
+    second = sample(1, 2)
     got = trained(
-        [[(own, 8.0)], [(other, 1.0)]], advantage_estimator="reinforce_plus_plus", gamma=0.5
+        [[(first, 8.0)], [(second, 1.0)]], advantage_estimator="reinforce_plus_plus", gamma=0.5
     )
     returns = np.array([2.0, 4.0, 8.0, 1.0])  # tokens 1, 3, 4 of the first; token 1 of the other
     expected = (returns - returns.mean()) / returns.std(ddof=1)
@@ -79,8 +79,8 @@ def test_normalize_advantages_whitens_what_the_estimator_returned():
 
 
 def test_a_rollout_without_two_loss_tokens_is_not_whitened():
-    own = sample(0, 2)
-    got = trained([[(own, 8.0)]], advantage_estimator="reinforce_plus_plus")
+    first = sample(0, 2)
+    got = trained([[(first, 8.0)]], advantage_estimator="reinforce_plus_plus")
     assert got[0].advantages.tolist() == [0.0, 8.0]
 
 
@@ -135,8 +135,8 @@ def paying_for_kl(groups, ratios, **settings):
     """Advantages of every sample; ratios: old - reference log-prob of each token of each sample."""
     algorithm = AlgorithmSection(kl_coef=0.5, **settings)
     samples, _ = train_samples(groups, algorithm, 8)
-    of_samples = {s.sample.sample_id: np.array(r) for s, r in zip(samples, ratios)}
-    return [s.advantages for s in advantages_with_kl(samples, algorithm, of_samples)]
+    ratios_by_sample = {s.sample.sample_id: np.array(r) for s, r in zip(samples, ratios)}
+    return [s.advantages for s in advantages_with_kl(samples, algorithm, ratios_by_sample)]
 
 
 def test_an_episode_pays_for_the_sum_of_its_kl_before_its_group_is_compared():
@@ -154,13 +154,13 @@ def test_all_turns_of_an_episode_pay_for_the_kl_of_each():
     ]
     groups = [[(turn, 1.0) for turn in turns]]
     got = paying_for_kl(groups, [[0, 1.0], [0, 3.0], [0, 0.0]], advantage_estimator="rloo")
-    assert [own[1] for own in got] == [-2.0, -2.0, 2.0]  # rewards 1 - 2 and 1
+    assert [first[1] for first in got] == [-2.0, -2.0, 2.0]  # rewards 1 - 2 and 1
 
 
 def test_each_return_of_reinforce_plus_plus_holds_the_kl_of_the_tokens_behind_it():
-    own = sample(0, 5)  # a prompt token, then 4; the third token is an environment's
-    own.loss_mask[2] = False
-    groups = [[(own, 8.0)], [(sample(1, 2), 1.0)]]
+    first = sample(0, 5)  # a prompt token, then 4; the third token is an environment's
+    first.loss_mask[2] = False
+    groups = [[(first, 8.0)], [(sample(1, 2), 1.0)]]
     ratios = [[7.0, 1.0, 7.0, 2.0, 4.0], [0.0, 2.0]]
     got = paying_for_kl(groups, ratios, advantage_estimator="reinforce_plus_plus", gamma=0.5)
     # tokens 4, 3, 1 of the first: 8 - 2; -1 + 6 / 2; -0.5 + 2 / 2.  The other: 1 - 1
@@ -193,8 +193,8 @@ def test_gdpo_compares_each_reward_in_its_group_by_itself():
     # the first reward says nothing in the second group, and its size nothing anywhere
     table = [[(100.0, 0.0), (300.0, 1.0)], [(5.0, 0.0), (5.0, 1.0)]]
     groups = [
-        [(sample(2 * g + i, reward_parts=parts), sum(parts)) for i, parts in enumerate(own)]
-        for g, own in enumerate(table)
+        [(sample(2 * g + i, reward_parts=parts), sum(parts)) for i, parts in enumerate(first)]
+        for g, first in enumerate(table)
     ]
     got = trained(
         groups, advantage_estimator="gdpo", reward_keys=("a", "b"), reward_weights=(1.0, 2.0)

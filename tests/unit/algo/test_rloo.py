@@ -28,9 +28,9 @@ def test_rloo_equals_the_hand_worked_group(rewards, expected):
 def test_every_reward_is_held_against_the_mean_of_the_others_of_its_group():
     rewards = np.random.default_rng(0).normal(size=(5, 7))
     got = advantages(rewards.tolist(), advantage_estimator="rloo")
-    for group, own in zip(rewards, got):
-        others = [np.delete(group, i).mean() for i in range(7)]
-        np.testing.assert_allclose(own, group - others, rtol=1e-5, atol=1e-6)
+    for group, group_advantages in zip(rewards, got):
+        means_without = [np.delete(group, i).mean() for i in range(7)]
+        np.testing.assert_allclose(group_advantages, group - means_without, rtol=1e-5, atol=1e-6)
 
 
 def test_rloo_with_one_sample_a_prompt_is_refused_at_start_up():

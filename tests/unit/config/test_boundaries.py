@@ -156,10 +156,10 @@ def test_the_number_of_ranks_is_torchruns_or_that_of_a_dry_run():
 )
 def test_a_reward_may_be_left_out_under_a_teacher_alone(fields, optional):
     base = {"rm_type": None, "opd_type": "megatron", "opd_teacher_load": "dir"}
-    given = {
+    settings = {
         k: v for k, v in (base | fields).items() if "use_opd" in fields or not k.startswith("opd")
     }
-    assert config(**given).reward_is_optional is optional
+    assert config(**settings).reward_is_optional is optional
 
 
 def test_the_optimizer_is_sharded_where_it_has_a_state():

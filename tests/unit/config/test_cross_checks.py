@@ -96,11 +96,11 @@ def test_a_checkpoint_that_does_not_fit_is_refused(hf, fields, complaint):
 
 
 def test_an_indexer_is_replayed_where_samples_may_be_longer_than_its_choice():
-    of = dict(hf=facts(index_topk=64))
-    assert replayed_index_topk(config(**R3), **of) == 64
-    assert replayed_index_topk(config(**R3, rollout_max_context_len=65), **of) == 64
-    assert replayed_index_topk(config(**R3, rollout_max_context_len=64), **of) is None
-    assert replayed_index_topk(config(), **of) is None
+    arguments = dict(hf=facts(index_topk=64))
+    assert replayed_index_topk(config(**R3), **arguments) == 64
+    assert replayed_index_topk(config(**R3, rollout_max_context_len=65), **arguments) == 64
+    assert replayed_index_topk(config(**R3, rollout_max_context_len=64), **arguments) is None
+    assert replayed_index_topk(config(), **arguments) is None
     assert replayed_index_topk(config(**R3), facts()) is None
 
 

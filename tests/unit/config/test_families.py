@@ -31,7 +31,7 @@ PAGE = Path(__file__).parents[3] / "docs/guide/models.md"
 
 
 @pytest.fixture
-def own(tiny, tmp_path) -> Path:
+def model_dir(tiny, tmp_path) -> Path:
     """A copy of the demo's model and prompts, to be damaged."""
     return Path(shutil.copytree(tiny, tmp_path / "tiny"))
 
@@ -49,11 +49,11 @@ def change(directory: Path, **keys) -> None:
 
 
 @pytest.mark.parametrize("family", ["phimoe", "llama"])
-def test_a_family_that_nobody_verified_is_refused_by_name_with_those_that_work(family, own):
-    change(own, model_type=family)
-    said = refused(own)
-    assert f"model_type '{family}' was not verified" in said
-    assert f"verified: {', '.join(sorted(FAMILIES))}" in said
+def test_a_family_that_nobody_verified_is_refused_by_name_with_those_that_work(family, model_dir):
+    change(model_dir, model_type=family)
+    output = refused(model_dir)
+    assert f"model_type '{family}' was not verified" in output
+    assert f"verified: {', '.join(sorted(FAMILIES))}" in output
 
 
 @pytest.mark.parametrize(
@@ -67,29 +67,29 @@ def test_a_family_that_nobody_verified_is_refused_by_name_with_those_that_work(f
         ("glm_moe_dsa", {"index_topk_pattern": "FS"}, "layers without an indexer"),
     ],
 )
-def test_an_indexer_that_was_not_verified_is_refused(family, keys, message, of):
-    model = of(family)
+def test_an_indexer_that_was_not_verified_is_refused(family, keys, message, model_of_family):
+    model = model_of_family(family)
     change(model, **keys)
     assert message in refused(model)
 
 
-def test_a_model_of_text_and_images_is_refused_by_name_and_not_by_a_missing_key(own):
-    file = own / "model" / "config.json"
+def test_a_model_of_text_and_images_is_refused_by_name_and_not_by_a_missing_key(model_dir):
+    file = model_dir / "model" / "config.json"
     text = json.loads(file.read_text())
     file.write_text(json.dumps({"model_type": "glm4v_moe", "text_config": text}))
-    assert "model_type 'glm4v_moe' is a model of text and images" in refused(own)
-    change(own, model_type="qwen3_5_moe", text_config=[])
-    assert "key text_config must hold a JSON object, got []" in refused(own)
+    assert "model_type 'glm4v_moe' is a model of text and images" in refused(model_dir)
+    change(model_dir, model_type="qwen3_5_moe", text_config=[])
+    assert "key text_config must hold a JSON object, got []" in refused(model_dir)
 
 
-def test_of_text_and_images_one_is_trained_by_text_alone_and_the_dry_run_says_so(of):
-    model = of("qwen3_5_moe")
+def test_of_text_and_images_one_is_trained_by_text_alone_and_the_dry_run_says_so(model_of_family):
+    model = model_of_family("qwen3_5_moe")
     hf = read_hf_facts(model / "model")
     assert (hf.model_type, hf.num_hidden_layers, hf.num_experts) == ("qwen3_5_moe", 2, 8)
     result = start(model, "--dry-run")
     assert result.exit_code == 0, result.output
-    said = " ".join(result.output.split())
-    assert "qwen3_5_moe: text alone is trained and served, its vision tower does not move" in said
+    output = " ".join(result.output.split())
+    assert "qwen3_5_moe: text alone is trained and served, its vision tower does not move" in output
 
 
 @pytest.mark.parametrize(
@@ -106,9 +106,9 @@ def test_of_text_and_images_one_is_trained_by_text_alone_and_the_dry_run_says_so
     ],
 )
 def test_a_setting_of_its_language_model_that_was_not_verified_is_refused(
-    family, keys, message, of
+    family, keys, message, model_of_family
 ):
-    model = of(family)
+    model = model_of_family(family)
     text = json.loads((model / "model" / "config.json").read_text())["text_config"]
     change(model, text_config=text | keys)
     assert message in refused(model)
@@ -157,9 +157,9 @@ def test_a_published_configuration_is_taken_and_has_the_shapes_of_transformers(m
         ({"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config is set (mxfp4)"),
     ],
 )
-def test_a_setting_that_makes_it_another_model_is_refused(keys, message, own):
-    change(own, **keys)
-    assert message in refused(own)
+def test_a_setting_that_makes_it_another_model_is_refused(keys, message, model_dir):
+    change(model_dir, **keys)
+    assert message in refused(model_dir)
 
 
 def run_the_pages_way_out() -> None:
@@ -243,7 +243,7 @@ def test_the_pages_way_out_of_fp8_makes_a_checkpoint_that_is_taken(tmp_path, mon
 
 
 @pytest.fixture(scope="module")
-def of(tmp_path_factory):
+def model_of_family(tmp_path_factory):
     """Copies of a tiny model of a family: of(family, **keys of its config.json)."""
     root, made = tmp_path_factory.mktemp("families"), []
 
@@ -305,13 +305,15 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.5
         ("nemotron_h", {"moe_latent_size": 16}, "moe_latent_size is 16"),
     ],
 )
-def test_a_setting_of_one_family_that_was_not_verified_is_refused(family, keys, message, of):
-    assert message in refused(of(family, **keys))
+def test_a_setting_of_one_family_that_was_not_verified_is_refused(
+    family, keys, message, model_of_family
+):
+    assert message in refused(model_of_family(family, **keys))
 
 
 @pytest.mark.parametrize("family", [name for name in TINY_NAMES if name != "qwen3_moe"])
-def test_a_tiny_model_of_every_family_passes_the_dry_run(family, of):
-    result = start(of(family), "--dry-run")
+def test_a_tiny_model_of_every_family_passes_the_dry_run(family, model_of_family):
+    result = start(model_of_family(family), "--dry-run")
     assert result.exit_code == 0, result.output
 
 
@@ -322,14 +324,14 @@ def test_a_tiny_model_of_every_family_passes_the_dry_run(family, of):
         ("nemotron_h", "context_parallel_size"),
     ],
 )
-def test_a_topology_in_which_a_family_was_not_verified_is_refused(family, field, of):
+def test_a_topology_in_which_a_family_was_not_verified_is_refused(family, field, model_of_family):
     flag = f"--{field.replace('_', '-')} 2: {family} needs 1"
     with pytest.raises(ValueError, match=flag):
-        check_model(config(**{field: 2}), read_hf_facts(of(family) / "model"), 2)
+        check_model(config(**{field: 2}), read_hf_facts(model_of_family(family) / "model"), 2)
 
 
-def test_context_parallel_ranks_share_the_heads_of_linear_attention(of):
-    hf = read_hf_facts(of("qwen3_next", linear_num_key_heads=4) / "model")
+def test_context_parallel_ranks_share_the_heads_of_linear_attention(model_of_family):
+    hf = read_hf_facts(model_of_family("qwen3_next", linear_num_key_heads=4) / "model")
     both = dict(tensor_model_parallel_size=2, sequence_parallel=True)
     check_model(config(**both, context_parallel_size=2), hf, 4)
     with pytest.raises(ValueError) as refused:
@@ -350,60 +352,62 @@ def test_context_parallel_ranks_share_the_heads_of_linear_attention(of):
     ],
 )
 def test_more_tensor_ranks_than_a_familys_own_layers_can_be_cut_for_are_refused(
-    family, key, heads, of
+    family, key, heads, model_of_family
 ):
     keys = {name: 4 for name in ("num_key_value_heads", "linear_num_key_heads") if name != key}
     asked = config(tensor_model_parallel_size=4, sequence_parallel=True)
     with pytest.raises(ValueError) as refused:
-        check_model(asked, read_hf_facts(of(family, **keys) / "model"), 4)
+        check_model(asked, read_hf_facts(model_of_family(family, **keys) / "model"), 4)
     assert str(refused.value).startswith(
         f"--tensor-model-parallel-size 4 does not divide {key} {heads} of {family}: "
     )
     # Megatron's own attention shares a key head between ranks
-    check_model(asked, read_hf_facts(of("glm4_moe") / "model"), 4)
+    check_model(asked, read_hf_facts(model_of_family("glm4_moe") / "model"), 4)
 
 
-def test_layers_of_token_prediction_are_named_as_neither_trained_nor_exported(of):
-    result = start(of("moonlight", num_nextn_predict_layers=1), "--dry-run")
-    said = " ".join(result.output.split())
-    assert "1 layer(s) of multi-token prediction are neither served nor trained" in said
+def test_layers_of_token_prediction_are_named_as_neither_trained_nor_exported(model_of_family):
+    result = start(model_of_family("moonlight", num_nextn_predict_layers=1), "--dry-run")
+    output = " ".join(result.output.split())
+    assert "1 layer(s) of multi-token prediction are neither served nor trained" in output
 
 
-def test_tensors_that_the_server_loads_as_one_are_sent_together(of):
-    pairs = sent_together(read_hf_facts(of("deepseek_v3") / "model"))
+def test_tensors_that_the_server_loads_as_one_are_sent_together(model_of_family):
+    pairs = sent_together(read_hf_facts(model_of_family("deepseek_v3") / "model"))
     assert [tuple(name.split(".", 4)[4] for name in pair) for pair in pairs] == [
         ("q_a_proj.weight", "kv_a_proj_with_mqa.weight")
     ] * 2
-    assert not sent_together(read_hf_facts(of("moonlight") / "model"))  # queries as they are
+    assert not sent_together(
+        read_hf_facts(model_of_family("moonlight") / "model")
+    )  # queries as they are
 
 
-def test_a_tensor_that_would_be_neither_loaded_nor_exported_is_refused(own):
-    file = own / "model" / "model.safetensors"
+def test_a_tensor_that_would_be_neither_loaded_nor_exported_is_refused(model_dir):
+    file = model_dir / "model" / "model.safetensors"
     weights = load_file(file)
     gate = "model.layers.1.mlp.shared_expert_gate.weight"
     save_file(weights | {gate: weights["model.norm.weight"]}, file)
-    assert f"{gate}: would be neither loaded nor exported" in refused(own)
+    assert f"{gate}: would be neither loaded nor exported" in refused(model_dir)
 
 
-def test_a_tensor_that_is_missing_is_refused(own):
-    file = own / "model" / "model.safetensors"
+def test_a_tensor_that_is_missing_is_refused(model_dir):
+    file = model_dir / "model" / "model.safetensors"
     weights = load_file(file)
     del weights["model.layers.3.mlp.experts.7.up_proj.weight"]
     save_file(weights, file)
-    assert "model.layers.3.mlp.experts.7.up_proj.weight: missing" in refused(own)
+    assert "model.layers.3.mlp.experts.7.up_proj.weight: missing" in refused(model_dir)
 
 
 @pytest.mark.parametrize("family", TINY_NAMES)
-def test_the_shapes_by_config_json_are_those_that_transformers_writes(family, of):
-    hf = read_hf_facts(of(family) / "model")
+def test_the_shapes_by_config_json_are_those_that_transformers_writes(family, model_of_family):
+    hf = read_hf_facts(model_of_family(family) / "model")
     kinds = read_headers(hf.path).items()
     found = {name: kind.shape for name, kind in kinds if is_trained(name, hf)}
     assert tensor_shapes(hf) == found  # every size of the tiny models is known
 
 
-def test_a_size_that_config_json_does_not_say_is_refused(own):
-    change(own, moe_intermediate_size=None)
-    assert "config.json: key moe_intermediate_size is missing" in refused(own)
+def test_a_size_that_config_json_does_not_say_is_refused(model_dir):
+    change(model_dir, moe_intermediate_size=None)
+    assert "config.json: key moe_intermediate_size is missing" in refused(model_dir)
 
 
 def cut(file: Path) -> None:
@@ -440,21 +444,21 @@ def shrink(name: str, change):
         ),
     ],
 )
-def test_weights_that_no_server_could_load_are_refused_in_one_line(damage, message, own):
-    damage(own / "model" / "model.safetensors")
-    said = refused(own)
-    assert message in said and "Traceback" not in said
+def test_weights_that_no_server_could_load_are_refused_in_one_line(damage, message, model_dir):
+    damage(model_dir / "model" / "model.safetensors")
+    output = refused(model_dir)
+    assert message in output and "Traceback" not in output
 
 
-def test_a_size_of_another_model_in_config_json_names_how_many_tensors_differ(own):
-    change(own, moe_intermediate_size=48)
-    assert "expected [64, 48] by config.json (96 such tensors)" in refused(own)
+def test_a_size_of_another_model_in_config_json_names_how_many_tensors_differ(model_dir):
+    change(model_dir, moe_intermediate_size=48)
+    assert "expected [64, 48] by config.json (96 such tensors)" in refused(model_dir)
 
 
-def test_layers_of_token_prediction_and_rotary_frequencies_may_be_there(own):
-    file = own / "model" / "model.safetensors"
+def test_layers_of_token_prediction_and_rotary_frequencies_may_be_there(model_dir):
+    file = model_dir / "model" / "model.safetensors"
     weights = load_file(file)
     extra = ("model.layers.4.eh_proj.weight", "model.layers.0.self_attn.rotary_emb.inv_freq")
     save_file(weights | {name: weights["model.norm.weight"] for name in extra}, file)
-    result = start(own, "--dry-run")
+    result = start(model_dir, "--dry-run")
     assert result.exit_code == 0, result.output

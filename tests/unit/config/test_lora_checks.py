@@ -30,10 +30,10 @@ ADAPTER = LORA | dict(lora_serving="adapter")
 def test_adapters_that_sglang_does_not_serve_right_are_refused(tmp_path):
     build(tmp_path, TinyOptions(family="qwen2_moe"))
     hf = read_hf_facts(tmp_path / "model")
-    given = dict(hf_checkpoint=hf.path)
-    check_model(config(**given, **LORA), hf, 1)
+    settings = dict(hf_checkpoint=hf.path)
+    check_model(config(**settings, **LORA), hf, 1)
     with pytest.raises(ValueError, match="was not seen to serve adapters of qwen2_moe right"):
-        check_model(config(**given, **ADAPTER), hf, 1)
+        check_model(config(**settings, **ADAPTER), hf, 1)
 
 
 def test_latent_attention_whose_queries_are_not_compressed_is_not_served_as_adapters(tmp_path):
@@ -108,9 +108,9 @@ def test_latent_attention_has_an_adapter_on_every_projection(family, attention, 
     check_model(config(**LORA), hf, 1)
     check_model(config(**LORA, tensor_model_parallel_size=2, sequence_parallel=True), hf, 2)
     if "q_a_proj" in attention:
-        for one in (dict(exclude_modules=["q_a_proj"]), dict(target_modules=["q_a_proj"])):
+        for excluded in (dict(exclude_modules=["q_a_proj"]), dict(target_modules=["q_a_proj"])):
             with pytest.raises(ValueError, match="q_a_proj and kv_a_proj_with_mqa as one tensor"):
-                check_model(config(**LORA, **one), hf, 1)
+                check_model(config(**LORA, **excluded), hf, 1)
 
 
 def test_experts_of_one_tensor_a_layer_are_targets_by_that_tensors_name(tmp_path):

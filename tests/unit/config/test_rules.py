@@ -454,14 +454,14 @@ CHECKED_BY_A_METHOD = {"eps_clip_high"}  # with dppo only --eps-clip's own value
 
 def test_every_setting_of_the_learning_rule_asks_something_or_is_always_in_effect():
     section = RunConfig.model_fields["algorithm"].annotation
-    own = {
+    learning_settings = {
         name
         for name in section.model_fields
         if set(requirements_of(name)) - set(section.every_field)
     }
-    own |= CHECKED_BY_A_METHOD
-    assert own | set(ALWAYS_IN_EFFECT) == section.model_fields.keys()
-    assert not own & set(ALWAYS_IN_EFFECT)
+    learning_settings |= CHECKED_BY_A_METHOD
+    assert learning_settings | set(ALWAYS_IN_EFFECT) == section.model_fields.keys()
+    assert not learning_settings & set(ALWAYS_IN_EFFECT)
 
 
 def test_a_setting_of_reinforcement_is_refused_with_sft():
@@ -471,10 +471,10 @@ def test_a_setting_of_reinforcement_is_refused_with_sft():
         for name in section.model_fields
         if set(requirements_of(name)) & set(section.every_field)
     }
-    of_sft = (
+    sft_settings = (
         "loss_type mask_truncated loss_aggregation kl_loss_coef kl_loss_type entropy_coef".split()
     )
-    assert asked == section.model_fields.keys() - set(of_sft)
+    assert asked == section.model_fields.keys() - set(sft_settings)
     message = "--tis-clip 3 cannot go with --loss-type sft: it has no reward and no ratio$"
     with pytest.raises(ConfigError, match=message):  # and is asked for nothing else
         check_static(*made(f"{SFT}, tis_clip=3.0"))

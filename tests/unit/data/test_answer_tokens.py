@@ -59,8 +59,8 @@ def answers(tiny, tmp_path, template, *, talk=CODE, stop=True, trim_offsets=Fals
     )
     ((sample,),) = read_conversations(settings, read_hf_facts(tiny / "model"), words, print)
     shown = "".join(
-        text if own else "\0"
-        for text, own in zip(map(words.decode, sample.token_ids.tolist()), sample.loss_mask)
+        text if in_loss else "\0"
+        for text, in_loss in zip(map(words.decode, sample.token_ids.tolist()), sample.loss_mask)
     )
     return [run for run in shown.split("\0") if run]
 

@@ -36,17 +36,17 @@ def tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
     return made
 
 
-def load(tmp_path, *lines, template=TEMPLATE, longest=100, told=None):
+def load(tmp_path, *lines, template=TEMPLATE, longest=100, notes=None):
     path = tmp_path / "talk.jsonl"
     path.write_text("".join(json.dumps({"messages": line}) + "\n" for line in lines))
-    overlong = "error" if told is None else "drop"
+    overlong = "error" if notes is None else "drop"
     data = DataSection(prompt_data=str(path), input_key="messages", overlong_prompts=overlong)
-    limit, note = (longest, "rollout_max_prompt_len"), None if told is None else told.append
+    limit, note = (longest, "rollout_max_prompt_len"), None if notes is None else notes.append
     options = {"max_response_len": longest, "note": note}
     return load_conversations(PromptFile(path), data, tokenizer(template), limit, **options)
 
 
-def says(role: str, content: str) -> dict[str, str]:
+def turn(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
@@ -55,14 +55,14 @@ def trained(sample) -> list[str]:
 
 
 def test_conversations_that_are_too_long_are_dropped_and_counted(tmp_path):
-    short = [says("user", "cat"), says("assistant", "cat")]
-    long, told = [says("user", "cat"), says("assistant", "cat " * 9)], []
-    (one,) = load(tmp_path, long, short, longest=5, told=told)
+    short = [turn("user", "cat"), turn("assistant", "cat")]
+    long, notes = [turn("user", "cat"), turn("assistant", "cat " * 9)], []
+    (one,) = load(tmp_path, long, short, longest=5, notes=notes)
     assert one.prompt.prompt_id == "talk.jsonl:2"
-    (text,) = told
+    (text,) = notes
     assert "dropped 1 of 2 conversations" in text and "rollout_max_response_len" in text
     with pytest.raises(ValueError, match="all 1 conversations are too long"):
-        load(tmp_path, long, longest=5, told=told)
+        load(tmp_path, long, longest=5, notes=notes)
     with pytest.raises(ValueError, match="talk.jsonl.*rollout_max_response_len"):
         load(tmp_path, long, short, longest=5)
 
@@ -72,12 +72,12 @@ def test_the_assistants_words_and_ends_are_trained_wherever_they_stand(tmp_path)
     (one,) = load(
         tmp_path,
         [
-            says("system", "dog"),
-            says("user", "cat dog"),
-            says("assistant", "cat cat"),
-            says("user", "<assistant> cow"),
-            says("assistant", "dog"),
-            says("user", "cat"),
+            turn("system", "dog"),
+            turn("user", "cat dog"),
+            turn("assistant", "cat cat"),
+            turn("user", "<assistant> cow"),
+            turn("assistant", "dog"),
+            turn("user", "cat"),
         ],
     )
     assert trained(one) == ["cat", "cat", "<end>", "dog", "<end>"]
@@ -92,17 +92,17 @@ def test_the_assistants_words_and_ends_are_trained_wherever_they_stand(tmp_path)
 @pytest.mark.parametrize(
     "message, line, template",
     [
-        ("jsonl:1: no message of role assistant", [says("user", "cat")], TEMPLATE),
+        ("jsonl:1: no message of role assistant", [turn("user", "cat")], TEMPLATE),
         ("jsonl:1: key messages must be a list of messages", "cat", TEMPLATE),
-        ("no chat template", [says("user", "cat"), says("assistant", "dog")], None),
+        ("no chat template", [turn("user", "cat"), turn("assistant", "dog")], None),
         (
             "jsonl:1: the chat template fails",
-            [says("user", "cat"), says("assistant", "dog")],
+            [turn("user", "cat"), turn("assistant", "dog")],
             "{{ raise_exception('no') }}",
         ),
         (
             "jsonl:1: the chat template renders message 2 otherwise",
-            [says("user", "cat"), says("assistant", "dog")] * 2,
+            [turn("user", "cat"), turn("assistant", "dog")] * 2,
             FORGETFUL,
         ),
     ],
@@ -121,14 +121,14 @@ def test_a_conversation_that_cannot_be_trained_names_its_line(message, line, tem
 )
 def test_a_conversation_that_is_too_long_is_refused(message, turns, tmp_path):
     with pytest.raises(ValueError, match=message):
-        load(tmp_path, [says("user", turns[0]), says("assistant", turns[1])], longest=5)
+        load(tmp_path, [turn("user", turns[0]), turn("assistant", turns[1])], longest=5)
 
 
 def test_a_conversation_that_no_microbatch_holds_is_named(tmp_path):
     short, long = load(
         tmp_path,
-        [says("user", "cat"), says("assistant", "dog")],
-        [says("user", "cat"), says("assistant", "dog " * 5)],
+        [turn("user", "cat"), turn("assistant", "dog")],
+        [turn("user", "cat"), turn("assistant", "dog " * 5)],
     )
     made = config(loss_type="sft", max_tokens_per_gpu=5, context_parallel_size=2)
     check_longest_conversation(made, [short, long])
@@ -138,14 +138,14 @@ def test_a_conversation_that_no_microbatch_holds_is_named(tmp_path):
 
 
 def test_a_template_that_forgets_thoughts_trains_the_last_answer(tmp_path):
-    (one,) = load(tmp_path, [says("user", "cat"), says("assistant", "dog")], template=FORGETFUL)
+    (one,) = load(tmp_path, [turn("user", "cat"), turn("assistant", "dog")], template=FORGETFUL)
     assert trained(one) == ["hm", "dog", "<end>"]
 
 
 def test_a_template_whose_opening_is_not_that_of_the_answer_is_refused(tmp_path):
     """The words that ask for an answer must begin the answer, or its place would not be known."""
     asks = TEMPLATE.replace("<assistant> {% endif %}", "<assistant> hm {% endif %}")
-    talk = [says("user", "cat"), says("assistant", "dog")]
+    talk = [turn("user", "cat"), turn("assistant", "dog")]
     with pytest.raises(ValueError, match="jsonl:1: the chat template renders message 2 otherwise"):
         load(tmp_path, talk, template=asks)
     (one,) = load(tmp_path, talk)

@@ -80,11 +80,11 @@ def test_parquet_gives_the_same_prompts_as_jsonl(tmp_path):
 
     lines = [{**LINE, "metadata": {"num_words": n}} for n in range(3)]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(lines), tmp_path / "p.parquet")
-    ours, theirs = load(tmp_path / "p.parquet"), load(jsonl(tmp_path, *lines))
-    assert [(p.text, p.label, p.metadata) for p in ours] == [
-        (p.text, p.label, p.metadata) for p in theirs
+    from_parquet, from_jsonl = load(tmp_path / "p.parquet"), load(jsonl(tmp_path, *lines))
+    assert [(p.text, p.label, p.metadata) for p in from_parquet] == [
+        (p.text, p.label, p.metadata) for p in from_jsonl
     ]
-    assert [p.prompt_id for p in ours] == ["p.parquet:1", "p.parquet:2", "p.parquet:3"]
+    assert [p.prompt_id for p in from_parquet] == ["p.parquet:1", "p.parquet:2", "p.parquet:3"]
 
 
 def test_a_parquet_row_is_named(tmp_path):
@@ -170,12 +170,12 @@ def test_rows_pick_lines_by_their_number_and_leave_it_to_them(tmp_path):
 
 
 def test_prompts_that_are_too_long_are_dropped_and_told_of_once(tmp_path):
-    path, told = jsonl(tmp_path, LINE, {"input": "a b c d e"}, {"input": "a b c d"}, LINE), []
+    path, notes = jsonl(tmp_path, LINE, {"input": "a b c d e"}, {"input": "a b c d"}, LINE), []
     limit = (3, "the limit's name")
-    assert [prompt.index for prompt in load(path, told=told, limit=limit)] == [0, 3]
-    assert told == [f"{path}: dropped 2 of 4 prompts above 3 tokens (the limit's name; longest 5)"]
+    assert [prompt.index for prompt in load(path, notes=notes, limit=limit)] == [0, 3]
+    assert notes == [f"{path}: dropped 2 of 4 prompts above 3 tokens (the limit's name; longest 5)"]
     with pytest.raises(ValueError, match="all 2 prompts are above 3 tokens"):
-        load(path, rows=(1, 3), told=told, limit=limit)
+        load(path, rows=(1, 3), notes=notes, limit=limit)
 
 
 class Chat(WordTokenizer):
@@ -318,8 +318,8 @@ def test_a_file_of_a_mixture_is_drawn_without_a_break_over_all_blocks(shuffle):
     first = [index for index in sampled if index < 70]
     second = [index - 70 for index in sampled if index >= 70]
     assert (len(first), len(second)) == (750, 2250)
-    for size, own in zip(sizes, (first, second)):
-        assert own == drawn_by(PromptOrder(size, seed, shuffle), 0, len(own))
+    for size, file_rows in zip(sizes, (first, second)):
+        assert file_rows == drawn_by(PromptOrder(size, seed, shuffle), 0, len(file_rows))
 
 
 def test_the_files_of_a_mixture_are_mixed_anew_in_each_block_and_for_each_seed():
@@ -481,8 +481,8 @@ def test_prompts_without_tokens_have_no_share_of_unknown_ones(lengths):
 
 
 def test_rows_without_tools_of_their_own_get_those_of_the_environment(tmp_path):
-    own, common = ([{"type": "function", "function": {"name": n}}] for n in ("own", "common"))
+    file_rows, common = ([{"type": "function", "function": {"name": n}}] for n in ("own", "common"))
     options = {"tokenizer": Chat(), "apply_chat_template": True, "tool_key": "tools"}
-    rows = jsonl(tmp_path, {**LINE, "tools": own}, LINE)
+    rows = jsonl(tmp_path, {**LINE, "tools": file_rows}, LINE)
     texts = [prompt.text for prompt in load(rows, tools=common, **options)]
-    assert [json.loads(text.partition("tools=")[2]) for text in texts] == [own, common]
+    assert [json.loads(text.partition("tools=")[2]) for text in texts] == [file_rows, common]

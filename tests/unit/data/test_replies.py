@@ -115,8 +115,8 @@ def test_an_answer_of_a_tool_follows_its_call_where_the_template_wants_one(
     ],
 )
 def test_a_call_whose_tool_is_not_known_is_refused(messages, got):
-    said = r"a tool, and no call; .* name of the same tool \(search, add\), " + got
-    with pytest.raises(ValueError, match=said):
+    message = r"a tool, and no call; .* name of the same tool \(search, add\), " + got
+    with pytest.raises(ValueError, match=message):
         reply(GPT_OSS, messages, "<|call|>", [SEARCH, ADD])
 
 

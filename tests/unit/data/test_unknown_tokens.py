@@ -18,8 +18,8 @@ def prompts(*texts):
 
 
 def test_one_prompt_of_unknown_tokens_among_others_is_a_warning():
-    told = unknown_tokens(prompts([1, 2], [7, 7], [7, 1]), UNKNOWN)
-    assert told == "2 of 3 prompts have more than 10% unknown tokens (first p1: 100%)"
+    note = unknown_tokens(prompts([1, 2], [7, 7], [7, 1]), UNKNOWN)
+    assert note == "2 of 3 prompts have more than 10% unknown tokens (first p1: 100%)"
 
 
 def test_prompts_of_unknown_tokens_alone_are_refused():

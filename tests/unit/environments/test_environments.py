@@ -154,8 +154,16 @@ async def play(script, sampling=SamplingParams(100), engine=None, **changes):
 async def test_loss_is_on_the_models_tokens_alone_and_every_row_is_there():
     script = Script()
     (sample,), reward = await play(script)
-    own, said = [True] * 3, [False] * 2
-    assert sample.loss_mask.tolist() == [False, False, *own, *said, *own, *said, *own]
+    model_tokens, observed_tokens = [True] * 3, [False] * 2
+    assert sample.loss_mask.tolist() == [
+        False,
+        False,
+        *model_tokens,
+        *observed_tokens,
+        *model_tokens,
+        *observed_tokens,
+        *model_tokens,
+    ]
     assert sample.token_ids.tolist() == [3, 4, 9, 9, 9, 60, 61, 9, 9, 9, 60, 61, 9, 9, 9]
     assert sample.routed_experts.shape[0] == sample.num_tokens - 1
     assert ((sample.weight_versions >= 0) == sample.loss_mask).all()

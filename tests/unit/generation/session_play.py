@@ -39,17 +39,17 @@ def log_prob_of(tokens: np.ndarray) -> float:
 class Engine:
     """Answers with the tokens that it is told, else with noise; a ``Generate``.
 
-    said: texts of the next answers.  gates: events that requests wait for, by the number of the request.
+    answers: texts of the next answers.  gates: events that requests wait for, by the number of the request.
     """
 
     def __init__(self, words, seed: int = 0, most: int = 9) -> None:
         self.words, self.random, self.most = words, np.random.default_rng(seed), most
-        self.said: list[str] = []
+        self.answers: list[str] = []
         self.gates: dict[int, asyncio.Event] = {}
         self.errors: dict[int, BaseException] = {}
         self.asked: list[tuple[np.ndarray, int | None]] = []
         self.version = 0
-        self.left: list[int] = []  # of an answer that is asked for in pieces
+        self.rest_of_answer: list[int] = []  # of an answer that is asked for in pieces
         self.end = words.encode("<|end|>")[0]
 
     async def __call__(
@@ -61,18 +61,18 @@ class Engine:
             await gate.wait()
         if number in self.errors:
             raise self.errors[number]
-        own = self.left or self._answer()
-        own, self.left = own[:turn_limit], own[turn_limit:]
-        return stitch.extend(before, self.segment(before, own))
+        answer_tokens = self.rest_of_answer or self._answer()
+        answer_tokens, self.rest_of_answer = answer_tokens[:turn_limit], answer_tokens[turn_limit:]
+        return stitch.extend(before, self.segment(before, answer_tokens))
 
     def _answer(self) -> list[int]:
-        if self.said:
-            return self.words.encode(self.said.pop(0))
-        own = self.random.integers(0, 256, self.random.integers(1, self.most)).tolist()
-        return own + [self.end] * int(self.random.integers(0, 4) > 0)
+        if self.answers:
+            return self.words.encode(self.answers.pop(0))
+        answer_tokens = self.random.integers(0, 256, self.random.integers(1, self.most)).tolist()
+        return answer_tokens + [self.end] * int(self.random.integers(0, 4) > 0)
 
-    def segment(self, before: RolloutSample, own: list[int]) -> Segment:
-        tokens = np.concatenate([before.token_ids, own]).astype(np.int32)
+    def segment(self, before: RolloutSample, answer_tokens: list[int]) -> Segment:
+        tokens = np.concatenate([before.token_ids, answer_tokens]).astype(np.int32)
         first, start = stitch.rows_known(before), before.num_tokens
         rows = [row_of(tokens[: t + 1]) for t in range(first, len(tokens) - 1)]
         return Segment(
@@ -80,10 +80,10 @@ class Engine:
             log_probs=np.array(
                 [log_prob_of(tokens[:t]) for t in range(start, len(tokens))], np.float32
             ),
-            weight_versions=np.full(len(own), self.version, np.int32),
+            weight_versions=np.full(len(answer_tokens), self.version, np.int32),
             rows=np.stack(rows),
             rows_start=first,
-            finish_reason="stop" if own[-1] == self.end else "length",
+            finish_reason="stop" if answer_tokens[-1] == self.end else "length",
         )
 
 

@@ -124,9 +124,11 @@ def test_sessions_go_on_over_weight_updates_in_every_mode(mode):
                     versions = sample.weight_versions[sample.loss_mask]
                     assert step - versions.min() <= 2
                     spans += versions.min() < versions.max()
-                of_one = [s for s, _ in group if s.trajectory_id == min(sessions)]
-                assert len(of_one) == 3 and [s.is_last_step for s in of_one] == [False] * 2 + [True]
-                assert sum(int(s.loss_mask.sum()) for s in of_one) == 5 * OWN
+                session_samples = [s for s, _ in group if s.trajectory_id == min(sessions)]
+                assert len(session_samples) == 3 and [s.is_last_step for s in session_samples] == [
+                    False
+                ] * 2 + [True]
+                assert sum(int(s.loss_mask.sum()) for s in session_samples) == 5 * OWN
             with producer.quiesced():
                 engine.version = step + 1
                 producer.set_version(step + 1)

@@ -64,10 +64,10 @@ def test_an_answer_that_the_server_aborts_fails_the_set():
 
 
 def test_every_answer_is_counted_and_has_an_id_of_its_own():
-    engine, told = Endless(), []
+    engine, notes = Endless(), []
     asked = eval_set(num_prompts=3, num_samples=2)
-    found = rows(engine, asked, on_answer=lambda: told.append(1))
-    assert len(found) == len(told) == 6
+    found = rows(engine, asked, on_answer=lambda: notes.append(1))
+    assert len(found) == len(notes) == 6
     ids = [r.sample_id for r in engine.requests]
     assert len(set(ids)) == 6 and sorted(ids) == list(range(min(ids), min(ids) + 6))
     assert {r.group_id for r in engine.requests} == {-2, -3, -4}

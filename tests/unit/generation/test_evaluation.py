@@ -112,8 +112,8 @@ def test_an_episodes_own_reward_counts_and_the_other_samples_are_scored_together
         producer.await_evaluation()
         rows = producer.take_evaluation()["held_out"]
     first = min(asked)
-    own = [7.0 if (first + i) % 3 == 1 else 0.5 for i in range(9)]
-    assert [row["reward"] for row in rows] == own and own.count(7.0) == 3
+    expected_rewards = [7.0 if (first + i) % 3 == 1 else 0.5 for i in range(9)]
+    assert [row["reward"] for row in rows] == expected_rewards and expected_rewards.count(7.0) == 3
     assert sorted(map(len, scored)) == [2, 2, 2]
 
 
@@ -128,8 +128,8 @@ def test_an_evaluation_asks_with_its_own_sampling_and_for_no_routes():
     assert len(engine.of_evaluations) == 6
     assert all(r.sampling == asked.sampling and not r.wants_routes for r in engine.of_evaluations)
     assert all(r.fresh_prefix for r in engine.of_evaluations)
-    others = [r for r in engine.requests if r.sample_id < EVAL_IDS]
-    assert all(r.sampling == SamplingParams(4) and r.wants_routes for r in others)
+    training_requests = [r for r in engine.requests if r.sample_id < EVAL_IDS]
+    assert all(r.sampling == SamplingParams(4) and r.wants_routes for r in training_requests)
     assert len({r.sample_id for r in engine.requests}) == len(engine.requests)
 
 
@@ -189,8 +189,8 @@ def test_generation_with_much_to_do_leaves_an_evaluation_its_share():
             time.sleep(0.001)
         producer.begin_evaluation([eval_set()])
         producer.await_evaluation()
-        others = len(engine.requests) - len(engine.of_evaluations)
-        assert others < 300, f"{others} of 600 samples came first"
+        training_requests = len(engine.requests) - len(engine.of_evaluations)
+        assert training_requests < 300, f"{training_requests} of 600 samples came first"
         assert engine.most == 6, "more requests at once than places"
 
 
@@ -211,8 +211,8 @@ def test_an_error_of_one_set_leaves_the_other_and_the_rollout():
     with producer_of(engine) as producer:
         producer.begin_evaluation([eval_set("bad", score=raises), eval_set("good")])
         producer.await_evaluation()
-        taken = producer.take_evaluation()
-        assert "no reward for e:" in str(taken["bad"]) and len(taken["good"]) == 6
+        evaluation = producer.take_evaluation()
+        assert "no reward for e:" in str(evaluation["bad"]) and len(evaluation["good"]) == 6
         assert len(producer.next_batch(0)) == 3 and producer.failure is None
 
 
@@ -226,8 +226,8 @@ def test_an_evaluation_that_is_given_up_ends_its_requests_and_keeps_the_sets_tha
         assert len(producer.take_evaluation()["quick"]) == 6
         producer.begin_evaluation([eval_set("quick"), eval_set("other", 1, 1)])
         time.sleep(0.2)
-        taken = producer.take_evaluation()
-        assert isinstance(taken["quick"], EvaluationEnded) and len(taken["other"]) == 1
+        evaluation = producer.take_evaluation()
+        assert isinstance(evaluation["quick"], EvaluationEnded) and len(evaluation["other"]) == 1
         assert set(engine.cancelled) == engine.slow_ids
         assert len(producer.next_batch(0)) == 3, "places were not given back"
 

@@ -74,13 +74,14 @@ def test_a_restart_goes_on_with_every_group_that_is_not_trained():
     [new] = [g for g in submit(buffer, 2, 3) if g.group_id == 4]
     assert [g.attempt for g in buffer._groups.values()] == [1, 1, 0]
     buffer.finish(new, 1, [(sample(4, (1, 2)), 1.0)])
-    whole = buffer._groups[3]
-    complete(buffer, whole, versions=(2, 2))
+    complete_group = buffer._groups[3]
+    complete(buffer, complete_group, versions=(2, 2))
     state = buffer.snapshot()
     back = buffer_of(limits(over_sampling=4, size=9, stale_policy="regenerate"), start_rollout=2)
     unfinished = back.restore(state)
     assert [(g.group_id, g.attempt, sorted(g.samples)) for g in unfinished] == [
-        *((2, 1, []), (4, 0, [1]))
+        (2, 1, []),
+        (4, 0, [1]),
     ]
     assert back.next_group == 5 and back.outstanding == 3 and back.complete_groups == 1
     # the sample that is there tells how old its group is
@@ -99,11 +100,11 @@ def test_a_saved_buffer_of_other_prompts_or_another_step_is_refused():
     state = again().snapshot()
     with pytest.raises(ValueError, match="is of step 2, the run resumes at 1"):
         buffer_of(limits(), start_rollout=1).restore(state)
-    other = GroupBuffer(limits(), lambda group: prompt(group + 1), start_rollout=2)
+    another_buffer = GroupBuffer(limits(), lambda group: prompt(group + 1), start_rollout=2)
     with pytest.raises(
         ValueError, match="group 2 is of prompt p:3 in the saved buffer, and of p:4"
     ):
-        other.restore(state)
+        another_buffer.restore(state)
     state.samples.append((sample(2, (0,)), 1.0))
     with pytest.raises(ValueError, match="holds 1 samples, 0 have a group"):
         buffer_of(limits(), start_rollout=2).restore(state)

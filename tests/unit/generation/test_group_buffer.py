@@ -59,8 +59,8 @@ def submit(buffer: GroupBuffer, version: int, count: int):
 
 def complete(buffer, group, versions=(0,), rewards=(0.0, 1.0), finish_reason="stop") -> None:
     for place, reward in enumerate(rewards):
-        one = sample(group.group_id, versions, finish_reason)
-        buffer.finish(group, place, [(one, reward)])
+        made = sample(group.group_id, versions, finish_reason)
+        buffer.finish(group, place, [(made, reward)])
 
 
 def test_room_is_what_the_staleness_and_the_buffer_allow():

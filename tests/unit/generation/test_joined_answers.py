@@ -40,7 +40,9 @@ def test_the_next_request_says_what_is_known_and_what_the_model_generated(exact)
     assert (request.num_generated, request.rows_start) == (3, 4)
     assert request.max_new_tokens == 4 and request.weight_version == 5
     assert (request.exact_version, request.wants_routes, request.fresh_prefix) == (
-        *(exact, True, False),
+        exact,
+        True,
+        False,
     )
     assert next_request(sample, SamplingParams(20)).max_new_tokens == 15
     assert next_request(sample, SamplingParams(7), limit=4).max_new_tokens == 2
@@ -82,8 +84,8 @@ def test_a_sample_of_one_turn_is_as_old_as_its_own_tokens():
     sample = extend(start(2), segment(start(2), 2, 1))
     later = extend(observe(sample, [60]), segment(observe(sample, [60]), 2, 3))
     assert oldest_version(later) == 1
-    own = np.arange(later.num_tokens) >= later.num_tokens - 2
-    assert oldest_version(replace(later, loss_mask=own, prompt_len=5)) == 3
+    in_last_answer = np.arange(later.num_tokens) >= later.num_tokens - 2
+    assert oldest_version(replace(later, loss_mask=in_last_answer, prompt_len=5)) == 3
 
 
 def test_rows_that_come_twice_are_recorded_as_they_came_first():

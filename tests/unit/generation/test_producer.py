@@ -162,16 +162,16 @@ class NumberingTeacher:
 
 @pytest.mark.parametrize("kind", ["each", "group"])
 def test_a_teacher_scores_every_sample_before_its_reward(kind):
-    async def one(sample):
+    async def reward_one(sample):
         return float(-sample.teacher_log_probs[0])
 
     async def group(samples):
-        return [await one(sample) for sample in samples]
+        return [await reward_one(sample) for sample in samples]
 
     teacher = NumberingTeacher()
-    how = {"each": {"score": one}, "group": {"score_group": group}}[kind]
+    how = {"each": {"score": reward_one}, "group": {"score_group": group}}[kind]
     with producer_of(FakeBackend(), {"scorer": GroupScorer(teacher=teacher, **how)}) as producer:
-        scored = [pair for own in producer.next_batch(0) for pair in own]
+        scored = [pair for scored_group in producer.next_batch(0) for pair in scored_group]
     assert [reward for _, reward in scored] == [sample.sample_id for sample, _ in scored]
     assert teacher.closed
 

@@ -85,12 +85,12 @@ def test_accepted_answers_are_counted_and_trained_as_they_are():
         samples = trained(producer)
         counts = producer.stats()
     accepted = [s for s in samples if s.num_retractions]
-    of_source = source_metrics(counts, {})
-    assert of_source["rollout/retracted"] >= len(accepted)
-    assert of_source["rollout/spec_accept_rate"] == pytest.approx(1 / 3)  # as the engine says
+    source_counts = source_metrics(counts, {})
+    assert source_counts["rollout/retracted"] >= len(accepted)
+    assert source_counts["rollout/spec_accept_rate"] == pytest.approx(1 / 3)  # as the engine says
     groups = group_stats(np.zeros((2, 2)))
-    of_step = [TrainSample(s, 0.0, np.zeros(s.num_tokens, np.float32)) for s in samples]
-    metrics = rollout_metrics(0, groups, of_step)
+    train_samples = [TrainSample(s, 0.0, np.zeros(s.num_tokens, np.float32)) for s in samples]
+    metrics = rollout_metrics(0, groups, train_samples)
     assert metrics["rollout/retracted_samples"] == len(accepted)
     assert accepted and all(RETRACTED in s.token_ids for s in accepted)
     assert all(RETRACTED not in s.token_ids for s in samples if not s.num_retractions)

@@ -25,8 +25,8 @@ def session(number: int, roots: int) -> list:
     ]
 
 
-@pytest.mark.parametrize("own", [None, 0.25])
-def test_all_samples_of_a_session_have_the_reward_of_its_last_one(own):
+@pytest.mark.parametrize("episode_reward", [None, 0.25])
+def test_all_samples_of_a_session_have_the_reward_of_its_last_one(episode_reward):
     asked = []
 
     async def score(sample) -> float:
@@ -35,9 +35,9 @@ def test_all_samples_of_a_session_have_the_reward_of_its_last_one(own):
 
     samples = session(1, roots=3)
     group = Group(0, samples[0].prompt)
-    found = asyncio.run(GroupScorer(score=score)(group, 2, samples, own, 4))
-    assert [reward for _, reward in found[2]] == [own or 0.5] * 3
-    assert asked == ([samples[-1]] if own is None else [])
+    found = asyncio.run(GroupScorer(score=score)(group, 2, samples, episode_reward, 4))
+    assert [reward for _, reward in found[2]] == [episode_reward or 0.5] * 3
+    assert asked == ([samples[-1]] if episode_reward is None else [])
 
 
 def test_a_session_counts_once_however_many_samples_it_has():

@@ -121,5 +121,9 @@ def test_classes_that_are_none_are_refused_by_name(classes, message):
 
 def test_the_classes_are_those_of_the_enumeration():
     assert [c.label for c in RowClass] == [
-        *("decoded", "prefilled", "prefilled_again", "cached", "filled")
+        "decoded",
+        "prefilled",
+        "prefilled_again",
+        "cached",
+        "filled",
     ]

@@ -19,11 +19,13 @@ from r3train.generation.group_scorer import GroupScorer
 
 def producer_of(engine, options=MappingProxyType({}), versions_stay=False, **settings):
     rollout = rollout_section(**{"rollout_max_concurrency": 8, **settings})
-    asking = RequestSettings(SamplingParams(20), segment_len=6, versions_stay=versions_stay)
-    return Producer(rollout, lambda: engine, prompt_for, asking, **options)
+    request_settings = RequestSettings(
+        SamplingParams(20), segment_len=6, versions_stay=versions_stay
+    )
+    return Producer(rollout, lambda: engine, prompt_for, request_settings, **options)
 
 
-def of_step(producer, step):
+def step_samples(producer, step):
     return [sample for group in producer.next_batch(step) for sample, _ in group]
 
 
@@ -31,7 +33,7 @@ def of_step(producer, step):
 def test_an_answer_in_segments_is_the_whole_answer(length):
     engine = SimulatedEngine(length=lambda _: length)
     with producer_of(engine) as producer:
-        samples = of_step(producer, 0)
+        samples = step_samples(producer, 0)
     for sample in samples:
         assert sample.response_len == min(length, 20) == sample.loss_mask.sum()
         assert len(sample.routed_experts) == sample.num_tokens - 1
@@ -49,7 +51,7 @@ def test_a_drained_update_waits_for_the_last_segment():
             assert not engine.running
             engine.version = 1
             producer.set_version(1)
-        samples = of_step(producer, 0)
+        samples = step_samples(producer, 0)
     assert all(len(np.unique(s.weight_versions[s.loss_mask])) == 1 for s in samples)
 
 
@@ -67,7 +69,7 @@ def test_where_versions_stay_an_answer_ends_on_its_version_in_all_segments_and_n
         running = set(engine.running)
         producer.set_version(1)
         assert running and not engine.calls
-        steps = [of_step(producer, step) for step in range(3)]
+        steps = [step_samples(producer, step) for step in range(3)]
     for samples, version in zip(steps, (0, 0, 1)):  # the third was asked for after the update
         assert all(set(s.weight_versions[s.loss_mask].tolist()) == {version} for s in samples)
     assert max(engine.asked_for) <= 6
@@ -81,7 +83,7 @@ def test_an_aborted_update_does_not_wait_for_the_next_segments():
             done = len(engine.asked)
             engine.version = 1
             producer.set_version(1)
-        samples = of_step(producer, 0)
+        samples = step_samples(producer, 0)
     assert done < 4 * 2 * 4, "not all segments were asked for before the update"
     assert any(len(np.unique(s.weight_versions[s.loss_mask])) == 2 for s in samples)
     assert all(s.response_len == 20 for s in samples)
@@ -96,7 +98,7 @@ def test_an_engine_that_stops_short_of_a_segment_is_not_asked_to_go_on():
 
     engine = Short(length=lambda _: 50)
     with producer_of(engine) as producer:
-        assert all(sample.response_len == 4 for sample in of_step(producer, 0))
+        assert all(sample.response_len == 4 for sample in step_samples(producer, 0))
 
 
 class OneBad(SimulatedEngine):

@@ -26,7 +26,7 @@ def tool(call: dict, text: str = "3") -> dict:
 
 async def three_turns(play: Play, change=lambda turn, messages: None) -> list[dict]:
     """Two calls of a tool and a text; ``change`` edits the history after each."""
-    play.engine.said = [CALL, CALL, "(ok)it is 3<|end|>"]
+    play.engine.answers = [CALL, CALL, "(ok)it is 3<|end|>"]
     messages = [{"role": "system", "content": "you add"}, user("go")]
     for turn in range(3):
         answer = await play.ask(copy.deepcopy(messages), tools=TOOLS)
@@ -149,8 +149,8 @@ def test_requests_at_once_behind_one_answer_are_one_extension_and_forks(order):
     assert sorted(s.sample_id for s in samples) == [640, 641, 642]
     # in the order of their last calls
     assert [s.sample_id - 640 for s in samples] == list(order)
-    own = [call.end - call.start for call in play.session.calls]
-    assert sum(int(s.loss_mask.sum()) for s in samples) == sum(own)
+    lengths = [call.end - call.start for call in play.session.calls]
+    assert sum(int(s.loss_mask.sum()) for s in samples) == sum(lengths)
 
 
 def test_two_equal_requests_are_two_answers():
@@ -237,9 +237,9 @@ def test_a_chain_has_the_longest_response_behind_its_first_prompt():
 
     play = Play(sampling=SamplingParams(max_new_tokens=60))
     first = [user("go")]
-    play.engine.said = ["a" * 20]
+    play.engine.answers = ["a" * 20]
     answer = asyncio.run(play.ask(first))
-    play.engine.said = ["b" * 500]
+    play.engine.answers = ["b" * 500]
     asyncio.run(play.ask([*first, answer, user("x")]))
     [sample] = play.session.samples()
     assert sample.response_len == 60 and sample.finish_reason == "length"
@@ -276,22 +276,22 @@ def test_an_answer_that_nobody_took_is_not_trained_and_one_that_is_shown_was_tak
     first = [user("go")]
     shown = asyncio.run(play.ask(first, delivered=None))
     lost = asyncio.run(play.ask([*first, shown, user("a")], delivered=False))
-    other = asyncio.run(play.ask([*first, shown, user("a")]))
-    assert lost != other
+    another_answer = asyncio.run(play.ask([*first, shown, user("a")]))
+    assert lost != another_answer
     samples = play.session.samples()
     assert_sound(samples)
     calls = play.session.calls
     assert [call.delivered for call in calls] == [True, False, True]
-    own = [call.end - call.start for call in calls]
-    assert sum(int(s.loss_mask.sum()) for s in samples) == own[0] + own[2]
+    lengths = [call.end - call.start for call in calls]
+    assert sum(int(s.loss_mask.sum()) for s in samples) == lengths[0] + lengths[2]
     assert play.session.counts["undelivered"] == 1
-    assert play.session.counts["undelivered_tokens"] == own[1]
+    assert play.session.counts["undelivered_tokens"] == lengths[1]
     assert [s.num_tokens for s in samples][0] == calls[0].end, "nor is what was asked before it"
 
 
 def test_an_answer_that_a_rendering_from_the_beginning_shows_was_taken_too():
     play = Play(history="template")
-    play.engine.said = ["(hm)well<|end|>", "good<|end|>"]
+    play.engine.answers = ["(hm)well<|end|>", "good<|end|>"]
     answer = asyncio.run(play.ask([user("go")], delivered=None))
     asyncio.run(play.ask([user("go"), answer, user("and?")]))
     assert [chain.begins for chain in play.session.chains] == ["root", "root"]
@@ -308,7 +308,7 @@ def test_a_session_whose_answers_nobody_took_has_no_sample():
 def test_a_stop_token_that_the_template_would_not_keep_is_trained_and_not_carried(template, last):
     play = Play(template)
     play.engine.end = play.words.encode(last)[0]
-    play.engine.said = ["well" + last, "good" + last]
+    play.engine.answers = ["well" + last, "good" + last]
     first = [user("go")]
     answer = asyncio.run(play.ask(first))
     asyncio.run(play.ask([*first, answer, user("and?")]))
@@ -321,7 +321,7 @@ def test_a_stop_token_that_the_template_would_not_keep_is_trained_and_not_carrie
 def test_a_role_that_ended_an_answer_is_not_written_twice():
     play = Play(GLM)
     play.engine.end = play.words.encode("<|user|>")[0]
-    play.engine.said = ["well<|user|>", "good<|user|>"]
+    play.engine.answers = ["well<|user|>", "good<|user|>"]
     answer = asyncio.run(play.ask([user("go")]))
     asyncio.run(play.ask([user("go"), answer, user("and?")]))
     [sample] = play.session.samples()
@@ -332,10 +332,10 @@ def test_a_role_that_ended_an_answer_is_not_written_twice():
 
 def test_an_answer_that_was_cut_is_closed_before_what_follows():
     play = Play()
-    play.engine.said = ["one two", "three<|end|>"]
+    play.engine.answers = ["one two", "three<|end|>"]
     answer = asyncio.run(play.ask([user("go")], max_tokens=3))
     assert answer["content"] == "one"
-    play.engine.left = []
+    play.engine.rest_of_answer = []
     asyncio.run(play.ask([user("go"), answer, user("and?")]))
     [sample] = play.session.samples()
     assert "assistant: one<|end|>\n<|start|>user: and?" in play.text(sample.token_ids)
@@ -345,13 +345,13 @@ def test_an_answer_that_was_cut_is_closed_before_what_follows():
 @pytest.mark.parametrize("at", [0, 29, 31, 32, 33, 70])
 def test_an_answer_ends_with_the_token_that_completes_a_stop_text(at):
     play = Play()
-    play.engine.said = ["x" * at + "Observation: much more" + "y" * 40, "next<|end|>"]
+    play.engine.answers = ["x" * at + "Observation: much more" + "y" * 40, "next<|end|>"]
     messages = [user("go")]
     answer = asyncio.run(play.ask(messages, stop=("Never", "Observation:")))
     assert answer["content"] == "x" * at
     assert all(limit <= 32 for _, limit in play.engine.asked)
     thrown = play.session.counts["cut_tokens"]
-    play.engine.left = []
+    play.engine.rest_of_answer = []
     asyncio.run(play.ask([*messages, answer, user("so")]))
     [sample] = play.session.samples()
     assert_sound([sample])
@@ -363,7 +363,7 @@ def test_an_answer_ends_with_the_token_that_completes_a_stop_text(at):
 
 def test_stop_tokens_count_as_such_with_stop_texts():
     play = Play()
-    play.engine.said = ["well<|end|>"]
+    play.engine.answers = ["well<|end|>"]
     assert asyncio.run(play.ask([user("go")], stop=("nothing",)))["content"] == "well"
     [sample] = play.session.samples()
     assert play.text(sample.token_ids).endswith("well<|end|>")
@@ -384,11 +384,11 @@ def test_versions_rise_over_a_session_and_a_fork_keeps_those_of_its_prefix():
 
 
 def test_thoughts_that_the_template_drops_make_a_root_with_the_history_of_the_template():
-    said = ["(hm)well<|end|>", "(ho)good<|end|>"]
+    texts = ["(hm)well<|end|>", "(ho)good<|end|>"]
     kinds = {}
     for history in ("append", "template"):
         play = Play(history=history)
-        play.engine.said = list(said)
+        play.engine.answers = list(texts)
         answer = asyncio.run(play.ask([user("go")]))
         asyncio.run(play.ask([user("go"), answer, user("and?")]))
         samples = play.session.samples()
@@ -401,7 +401,7 @@ def test_thoughts_that_the_template_drops_make_a_root_with_the_history_of_the_te
 @pytest.mark.parametrize("history", ["append", "template"])
 def test_turns_of_tools_keep_thoughts_with_either_history(history):
     play = Play(history=history)
-    play.engine.said = ["(hm)[add {}]<|end|>", "good<|end|>"]
+    play.engine.answers = ["(hm)[add {}]<|end|>", "good<|end|>"]
     answer = asyncio.run(play.ask([user("go")], tools=TOOLS))
     asyncio.run(play.ask([user("go"), answer, tool(answer)], tools=TOOLS))
     assert_sound(play.session.samples())
@@ -418,9 +418,11 @@ def test_turns_of_tools_keep_thoughts_with_either_history(history):
         (['[add {"a": 1}]<|end|>', "good<|end|>"], TOOLS, "append", 1),  # it writes [add a=1]
     ],
 )
-def test_samples_that_the_template_would_write_otherwise_are_counted(said, tools, history, differs):
+def test_samples_that_the_template_would_write_otherwise_are_counted(
+    texts, tools, history, differs
+):
     play = Play(history=history)
-    play.engine.said = list(said)
+    play.engine.answers = list(texts)
     answer = asyncio.run(play.ask([user("go")], tools=tools))
     shown = without(answer, "reasoning_content")
     follows = tool(answer) if tools else user("and?")
@@ -469,7 +471,7 @@ def test_any_tree_of_requests_is_trained_once_on_the_rows_of_one_prefill(actions
                 "stop": {"stop": (":", "a")},
             }.get(action, {})
             answer = await play.ask(copy.deepcopy(messages), delivered=delivered, **more)
-            play.engine.left = []
+            play.engine.rest_of_answer = []
             if delivered:
                 answer = (
                     without(answer, "reasoning_content") if action == "drop reasoning" else answer
@@ -493,14 +495,16 @@ def test_any_tree_of_requests_is_trained_once_on_the_rows_of_one_prefill(actions
     play = asyncio.run(play_it())
     samples = play.session.samples()
     assert_sound(samples)
-    taken = [call for call in play.session.calls if call.delivered]
-    assert sum(int(s.loss_mask.sum()) for s in samples) == sum(c.end - c.start for c in taken)
-    for call in taken:
+    delivered_calls = [call for call in play.session.calls if call.delivered]
+    assert sum(int(s.loss_mask.sum()) for s in samples) == sum(
+        c.end - c.start for c in delivered_calls
+    )
+    for call in delivered_calls:
         [sample] = [s for s in samples if s.sample_id == call.chain.sample.sample_id]
         assert sample.loss_mask[call.start : call.end].all()
     # what the engine was sent for each call stands at the beginning of a chain
     sent = [ids.tobytes() for ids, _ in play.engine.asked]
-    for call in taken:
+    for call in delivered_calls:
         assert call.chain.sample.token_ids[: call.start].tobytes() in sent
     assert len({s.sample_id for s in samples}) == len(samples)
     assert json.dumps([list(entry) for s in samples for entry in s.token_ledger or ()])

@@ -60,16 +60,16 @@ def test_a_row_has_the_tokens_that_its_own_layers_chose(cp_size, tp_size, layers
             moe_layer_numbers=((1,),),
             indexer_layer_numbers=layers,
         )
-        (own,) = unpack_records(pack_records([slice_microbatch(microbatch, place)]))
+        (rank_slice,) = unpack_records(pack_records([slice_microbatch(microbatch, place)]))
         numbers = sum(layers, ())
-        assert own.indexer_layers.tolist() == list(numbers)
-        assert own.indexer_topk.shape == (own.num_rows, len(numbers), num_words(last))
+        assert rank_slice.indexer_layers.tolist() == list(numbers)
+        assert rank_slice.indexer_topk.shape == (rank_slice.num_rows, len(numbers), num_words(last))
         # read layer by layer
-        assert all(own.indexer_topk[:, i].flags.c_contiguous for i in range(len(numbers)))
-        for row, uid in enumerate(own.token_uids):
+        assert all(rank_slice.indexer_topk[:, i].flags.c_contiguous for i in range(len(numbers)))
+        for row, uid in enumerate(rank_slice.token_uids):
             number, position = (int(x[0]) for x in split_uids(np.array([max(uid, 0)])))
             for i, layer in enumerate(numbers):
-                octets = own.indexer_topk[row, i].view(np.uint8)
+                octets = rank_slice.indexer_topk[row, i].view(np.uint8)
                 tokens = np.flatnonzero(np.unpackbits(octets, bitorder="little")).tolist()
                 if uid < 0 or position < TOPK or position == LENGTHS[number] - 1:
                     assert tokens == []
@@ -82,8 +82,8 @@ def test_a_row_has_the_tokens_that_its_own_layers_chose(cp_size, tp_size, layers
 
 def test_without_a_replayed_indexer_nothing_is_sent():
     microbatch = build_microbatch(0, [sample(0, 9)], cp_size=1, tp_size=1, route_shape=SHAPE)
-    own = slice_microbatch(microbatch, RankTopology(indexer_layer_numbers=((1,),)))
-    assert own.indexer_topk is own.indexer_layers is own.token_versions is None
+    rank_slice = slice_microbatch(microbatch, RankTopology(indexer_layer_numbers=((1,),)))
+    assert rank_slice.indexer_topk is rank_slice.indexer_layers is rank_slice.token_versions is None
 
 
 def test_a_sample_without_its_choices_is_refused_by_name():

@@ -77,8 +77,10 @@ def test_every_token_is_in_exactly_one_share_and_shares_are_equal(lengths, cp, t
 def test_sequence_shares_in_rank_order_are_the_context_share(lengths, cp, tp):
     layout = pack_layout(np.array(lengths), cp_size=cp, tp_size=tp)
     for c in range(cp):
-        own = cp_rows(layout.rows, layout.cu_seqlens_padded, cp, c)
-        np.testing.assert_array_equal(np.concatenate([sp_rows(own, tp, t) for t in range(tp)]), own)
+        rank_rows = cp_rows(layout.rows, layout.cu_seqlens_padded, cp, c)
+        np.testing.assert_array_equal(
+            np.concatenate([sp_rows(rank_rows, tp, t) for t in range(tp)]), rank_rows
+        )
 
 
 @given(lengths=LENGTHS, cp=SIZES, tp=SIZES)
@@ -104,14 +106,14 @@ def test_rows_and_layers_are_the_ones_named_whether_copied_in_runs_or_one_by_one
             wanted = np.full((len(rows), len(numbers), topk), 7, dtype)
             wanted[rows >= 0] = stream[rows[rows >= 0]][:, layers - 1]
             for parts in ([stream], np.split(stream, [1, 2, 2, len(stream) // 2 + 2])):
-                taken = take_routes(parts, layers, rows, fill=7)
-                np.testing.assert_array_equal(taken, wanted)
-                assert all(taken[:, i].flags.c_contiguous for i in range(len(numbers)))
+                rows_taken = take_routes(parts, layers, rows, fill=7)
+                np.testing.assert_array_equal(rows_taken, wanted)
+                assert all(rows_taken[:, i].flags.c_contiguous for i in range(len(numbers)))
 
 
 def test_taking_rows_fills_padding_and_keeps_the_dtype():
-    taken = take_rows(np.array([[1, 2], [3, 4]], np.uint8), np.array([1, -1, 0]), fill=255)
-    assert taken.tolist() == [[3, 4], [255, 255], [1, 2]] and taken.dtype == np.uint8
+    rows_taken = take_rows(np.array([[1, 2], [3, 4]], np.uint8), np.array([1, -1, 0]), fill=255)
+    assert rows_taken.tolist() == [[3, 4], [255, 255], [1, 2]] and rows_taken.dtype == np.uint8
     assert take_rows(np.zeros((0, 2)), np.array([-1, -1]), fill=7).tolist() == [[7, 7]] * 2
 
 
@@ -201,8 +203,8 @@ def test_a_row_is_of_the_version_of_the_next_token_that_weights_generated():
     kept = row_versions(sample, fresh_prefixes=False)
     assert kept.tolist() == [-1, 3, 3, 4, -1, 5, 5, -1, -1]
     train = replace(sample_of(0, 9), sample=sample)
-    of_rollout_5 = dict(cp_size=1, tp_size=4, route_shape=RouteShape(3, 2, 8), rollout_id=5)
-    batch = build_microbatch(0, [train], **of_rollout_5)
+    arguments = dict(cp_size=1, tp_size=4, route_shape=RouteShape(3, 2, 8), rollout_id=5)
+    batch = build_microbatch(0, [train], **arguments)
     # only of tokens that weights drew
     assert batch.ages.tolist() == [0, 2, 2, 1, 0, 0, 0, 0, 0]
     share = slice_microbatch(batch, RankTopology(moe_layer_numbers=((2,),)))
@@ -316,8 +318,8 @@ def test_a_row_keeps_its_class_on_whichever_rank_it_lies(lengths, cp, tp, seed):
         assert (share.row_classes[~real] == RowClass.FILLED).all()
     expected = {
         (i << 24) + t: int(row_class)
-        for i, of_sample in classes.items()
-        for t, row_class in enumerate(of_sample)
+        for i, classes_of_sample in classes.items()
+        for t, row_class in enumerate(classes_of_sample)
     }
     assert found == expected
     without = build_microbatch(0, samples, cp_size=cp, tp_size=tp, route_shape=None)

@@ -208,11 +208,11 @@ async def test_llm_judge_takes_another_pattern_and_refuses_another_protocol():
     handler = completion("<grade>7</grade>")
     assert await score(handler, sample(), judge_pattern=pattern, **JUDGE) == [7.0]
 
-    async def other(request):
+    async def second_request(request):
         return web.json_response({"text": "Score: 1"})
 
     with pytest.raises(ValueError, match="p.jsonl:7: llm_judge .*no completion in the answer"):
-        await score(other, sample(), **JUDGE)
+        await score(second_request, sample(), **JUDGE)
 
 
 async def test_the_key_goes_to_the_judge_and_to_nobody_else():

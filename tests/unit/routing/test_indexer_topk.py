@@ -23,8 +23,8 @@ def chosen(num_tokens: int, num_layers: int, topk: int, seed: int = 0) -> np.nda
     random = np.random.default_rng(seed)
     ids = np.full((max(0, num_tokens - 1), num_layers, topk), -1, dtype="<i4")
     for row, layer in np.ndindex(*ids.shape[:2]):
-        own = random.permutation(row + 1)[:topk]
-        ids[row, layer, : len(own)] = own
+        row_tokens = random.permutation(row + 1)[:topk]
+        ids[row, layer, : len(row_tokens)] = row_tokens
     return ids
 
 
@@ -49,11 +49,11 @@ def test_both_forms_decode_to_the_bits_of_the_rows_that_are_not_implied(
 ):
     ids = chosen(num_tokens, num_layers, topk, seed)
     first = max(start, topk)
-    of_sample = dict(
+    arguments = dict(
         num_tokens=num_tokens, num_layers=num_layers, topk=topk, start=start, sample="7"
     )
     short = shortened(blocks(ids[first:], size), first, num_tokens)
-    bits = decode(short, **of_sample)
+    bits = decode(short, **arguments)
     assert short.startswith("b8:")
     rows = num_rows(num_tokens, topk, start)
     assert bits.shape == (rows, num_layers, num_words(num_tokens)) and bits.dtype == np.uint64
@@ -64,7 +64,7 @@ def test_both_forms_decode_to_the_bits_of_the_rows_that_are_not_implied(
         np.bitwise_or.at(wanted, word, np.uint64(1) << bit.astype(np.uint64))
         assert bits[row, layer].tolist() == wanted.tolist()
     for payload in (text_of(ids), text_of(ids).encode(), memoryview(short.encode())):
-        np.testing.assert_array_equal(decode(payload, **of_sample), bits)
+        np.testing.assert_array_equal(decode(payload, **arguments), bits)
 
 
 def test_many_rows_are_packed_as_few_are():
@@ -151,9 +151,9 @@ def test_implied_rows_may_hold_anything():
     ],
 )
 def test_a_payload_of_another_size_or_form_names_the_sample(payload, words):
-    for given in (payload, payload.encode(), memoryview(payload.encode())):
+    for encoded in (payload, payload.encode(), memoryview(payload.encode())):
         with pytest.raises(ValueError, match=rf"^sample 7 \(prompt 'p'\): indexer_topk {words}"):
-            decode(given, **OF_NINE)
+            decode(encoded, **OF_NINE)
 
 
 def test_where_all_tokens_are_chosen_a_server_of_ours_sends_no_row():

@@ -88,10 +88,10 @@ def test_token_names_hold_sample_and_position_or_are_refused():
 
 
 def test_overlap_counts_add_up_over_the_counted_rows():
-    own = torch.tensor([[0, 1], [0, 1], [0, 1], [0, 1]])
+    live = torch.tensor([[0, 1], [0, 1], [0, 1], [0, 1]])
     replayed = torch.tensor([[1, 0], [1, 2], [2, 3], [0, 1]])
     counted = torch.tensor([True, True, True, False])
-    assert [int(x) for x in overlap_counts(shared_experts(own, replayed), 2, counted)] == [1, 1, 1]
+    assert [int(x) for x in overlap_counts(shared_experts(live, replayed), 2, counted)] == [1, 1, 1]
 
 
 @pytest.mark.parametrize(

@@ -103,13 +103,11 @@ def test_an_expert_twice_in_a_row_names_sample_row_and_layer(topk, experts):
     ids[8000] = different(rng, experts, (1, 3, topk))
     shape = RouteShape(3, topk, experts)
     decode_routed_experts(payload(ids), shape, num_tokens=9006, start=5, sample="7")
-    for one in range(topk):
-        for other in range(one):
+    for slot in range(topk):
+        for earlier_slot in range(slot):
             bad = ids.copy()
-            bad[8000, 1, one] = bad[8000, 1, other]
-            message = (
-                f"sample 7: routed_experts row 8005, layer 1 names expert {bad[8000, 1, one]} twice"
-            )
+            bad[8000, 1, slot] = bad[8000, 1, earlier_slot]
+            message = f"sample 7: routed_experts row 8005, layer 1 names expert {bad[8000, 1, slot]} twice"
             with pytest.raises(ValueError, match=message):
                 decode_routed_experts(payload(bad), shape, num_tokens=9006, start=5, sample="7")
     ids[8000, 1] = 0
