@@ -332,7 +332,7 @@ def _retractions(meta: Mapping[str, Any], needed: bool, name: str) -> int:
 
 
 def _drafts(meta: Mapping[str, Any], name: str) -> Drafts:
-    """``spec_num_proposed_drafts`` and its like, which answers of a server without drafts have not.
+    """``spec_num_proposed_drafts`` and its like, absent without speculative decoding.
 
     Source: SGLang 0.5.23, ``TokenizerManager._calculate_spec_decoding_metrics``.
     """

@@ -421,7 +421,7 @@ class SGLangClient:
         )
 
     async def score_twice(self, request: Request, server: int) -> tuple[Segment, Rechecked]:
-        """Draw tokens on a server, and compute them again there."""
+        """Sample tokens, then recheck the whole text on the same server."""
         rid = f"{self._name}-noise-{request.sample_id}-{next(self._requests)}."
         with self._adapter_of(request):
             answer, sent = await self._send(server, rid, self._body(request), request, self._direct)

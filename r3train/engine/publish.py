@@ -354,7 +354,9 @@ class DistributedPublisher(WeightPublisher):
             yield
         except BaseException:
             self._failed, self._group, self._store = self._group, None, None
-            self._memory = _BucketMemory(self._device)  # what is sent still may be read for long
+            self._memory = _BucketMemory(
+                self._device
+            )  # the pending broadcast may still read this buffer
             raise
 
     def _wait(

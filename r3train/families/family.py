@@ -73,7 +73,7 @@ class Family:
     layers: Layers = ""
     """What the trainer changes in Megatron's layers (trainer/megatron/layers)."""
     read_as: str | None = None
-    """transformers' model_type, where it knows another."""
+    """model_type under which transformers loads it, if different."""
     lora: bool = False
     """Adapters were verified too."""
     adapters_served: bool = False

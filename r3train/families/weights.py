@@ -213,13 +213,3 @@ class ModelWeights:
                 names = found.setdefault((prefix, weight.bundle), [])
                 names.extend(name for tensor in weight.disk for name in self.names(prefix, tensor))
         return [tuple(names) for names in found.values() if len(names) > 1]
-
-    def lora_targets(self) -> set[str]:
-        """Return the tensors of linears on which an adapter can be put."""
-        return {
-            name
-            for weight, prefix in self.rows()
-            if weight.lora
-            for tensor in weight.disk
-            for name in self.names(prefix, tensor)
-        }

@@ -259,13 +259,13 @@ def age_metrics(
         }
         n = len(parts[a])
         doubled = [np.clip(2 * (x - y).sum(), -20, 20) for x, y in parts[a]]
-        found["chi2_seq"] = sum(math.exp(of_sample) - 1 for of_sample in doubled) / n
+        found["chi2_seq"] = sum(math.exp(per_sample) - 1 for per_sample in doubled) / n
         actor, engine = (sum(math.exp(-p[i].mean()) for p in parts[a]) / n for i in range(2))
         found |= {"ppl_actor": actor, "ppl_rollout": engine, "ppl_ratio": actor / engine}
         metrics |= {f"{name}_age_{a}": float(value) for name, value in found.items()}
         # as exact as the log-probs; an exponential by their error times itself
         size = {name: largest * max(1.0, float((w**2).max())) for name in found}
-        size["chi2_seq"] = largest * sum(math.exp(of_sample) for of_sample in doubled) / n
+        size["chi2_seq"] = largest * sum(math.exp(per_sample) for per_sample in doubled) / n
         size |= {
             f"ppl_{name}": largest * value
             for name, value in (("actor", actor), ("rollout", engine))
@@ -525,10 +525,10 @@ def loss_of(
                     "seq-mean-token-sum": 1 / count,
                     "constant": 1 / (count * rule.rollout_max_response_len),
                 }[rule.loss_aggregation]
-            of_sample = terms[name].double() * share
-            loss = loss + of_sample.sum() if name == "loss" else loss
-            value += float(of_sample.detach().sum())
-            size += float(of_sample.detach().abs().sum())
+            per_sample = terms[name].double() * share
+            loss = loss + per_sample.sum() if name == "loss" else loss
+            value += float(per_sample.detach().sum())
+            size += float(per_sample.detach().abs().sum())
         metrics[name] = value, size
     old, new, rollout = (
         torch.cat([getattr(r, n) for r in samples]) for n in ("old", "new", "rollout")
@@ -547,7 +547,7 @@ def loss_of(
     actor, engine = (sum(p) / count for p in perplexities)
     # a log-ratio is held within 20
     doubled = [2 * float((rows.old - rows.rollout).sum()) for rows in samples]
-    chi2 = [math.exp(max(-20.0, min(of_sample, 20.0))) - 1 for of_sample in doubled]
+    chi2 = [math.exp(max(-20.0, min(per_sample, 20.0))) - 1 for per_sample in doubled]
     gaps = (old - rollout).abs().sort().values
     plain = {
         "log_prob_gap_max": (float(gaps[-1]), float(old.abs().max())),
@@ -597,11 +597,11 @@ def train(
         for first in range(0, len(samples), rule.global_batch_size):
             batch = scored[first : first + rule.global_batch_size]
             rate = learning_rate(rule, steps, total_steps)
-            metrics, of_ages, margin, moved = _step(
+            metrics, step_ages, margin, moved = _step(
                 weights, variant, batch, rule, descent, rate, len(out.metrics)
             )
             found.append(metrics)
-            for name, values in of_ages.items():
+            for name, values in step_ages.items():
                 corrected[name] = corrected.get(name, []) + values
             out.margin = min(out.margin, margin)
             steps += moved
@@ -675,12 +675,12 @@ def _step(
         traces.append(trace)
         kept = torch.from_numpy(sample.mask[1:])
         rollout = torch.from_numpy(sample.rollout_log_probs[1:]).double()
-        of_token = torch.from_numpy(advantage[1:])
+        per_token = torch.from_numpy(advantage[1:])
         if rule.loss_type == "sft":  # no engine, and no policy before
             old = rollout = new.detach()
         if kept.any():
             age = rollout_id - torch.from_numpy(sample.weight_versions[1:])
-            streams = (new, entropy, old, ref, taught, rollout, of_token, age)
+            streams = (new, entropy, old, ref, taught, rollout, per_token, age)
             tables.append(Rows(*(x[kept] for x in streams)))
     loss, metrics, by_age = loss_of(tables, rule, bounds)
     moving = {n: w for n, w in weights.items() if w.requires_grad}

@@ -584,9 +584,9 @@ def drawn_token_dropped(original, self, logits):
     left = original(self, logits)
     first, size = shard_of(left)
     label = self.labels - first
-    own = self.limited & (label >= 0) & (label < size)
+    is_local = self.limited & (label >= 0) & (label < size)
     dropped = torch.zeros_like(left, dtype=torch.bool)
-    dropped[own, label[own]] = True
+    dropped[is_local, label[is_local]] = True
     return left.masked_fill(dropped, DROPPED)
 
 
@@ -627,16 +627,16 @@ def choices_of_the_layer_before(original, bits, rows, layer_numbers):
 
 
 @replaces(ReplayedCall, "replaced", caught_by=CHOICES)
-def choices_not_applied(original, self, own):
+def choices_not_applied(original, self, live):
     """Rows attend to the tokens of the trainer's own indexer."""
-    original(self, own)
-    return own
+    original(self, live)
+    return live
 
 
 @replaces(ReplayedCall, "replaced", caught_by=CHOICES)
-def token_chosen_twice(original, self, own):
+def token_chosen_twice(original, self, live):
     """A row attends to one token less, and names another twice."""
-    chosen = original(self, own).clone()
+    chosen = original(self, live).clone()
     chosen[:, 1] = chosen[:, 0]
     return chosen
 
@@ -753,10 +753,10 @@ def scale_not_merged(original, self):
 def restarted_server_keeps_its_weights(original, self, weight_version):
     """A restarted server is given the version's label, and none of its weights."""
 
-    def nothing_sent(own, tensors, *, version):
+    def nothing_sent(publisher, tensors, *, version):
         sent = {name: hf_checkpoint.kind_of(tensor) for name, tensor in tensors}
-        own._engine.update_weight_version(version)
-        own._engine.confirm_version(version)
+        publisher._engine.update_weight_version(version)
+        publisher._engine.confirm_version(version)
         return publish.Published(
             version, sent, sum(kind.num_bytes for kind in sent.values()), 1, 0.0
         )

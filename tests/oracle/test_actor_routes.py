@@ -46,7 +46,7 @@ def dispatched(actor: Any) -> Any:
             hook.remove()
 
 
-def of_layers(calls: list[tuple[int, torch.Tensor]]) -> dict[int, torch.Tensor]:
+def by_layer(calls: list[tuple[int, torch.Tensor]]) -> dict[int, torch.Tensor]:
     """{layer: the maps of its calls, in the order of the rows}."""
     return {
         layer: torch.cat([m for number, m in calls if number == layer])
@@ -62,14 +62,14 @@ def two_steps(checkpoint: Path, replays: bool, fields: dict[str, Any]) -> dict[s
         slices, _ = slices_of(actor, config, hf, samples(hf, [(9, 20), (5, 30)]))
         with dispatched(actor) as calls:
             old = actor.compute_log_probs(slices, "old_log_prob")
-        own = of_layers(calls)
+        own = by_layer(calls)
         for step in range(2):
             with dispatched(actor) as calls:
                 out[f"metrics {step}"] = actor.train_step(slices, old, None)
             out[f"calls {step}"] = len(calls) / len(own) / len(slices)
             # forwards come before their recomputations
-            first = of_layers(calls[: len(own) * len(slices)])
-            recomputed = of_layers(calls[len(own) * len(slices) :])
+            first = by_layer(calls[: len(own) * len(slices)])
+            recomputed = by_layer(calls[len(own) * len(slices) :])
             for name, maps in (("forward", first), ("recomputed", recomputed)):
                 out[f"{name} {step}"] = [
                     float((maps[layer] == own[layer]).all(1).float().mean()) for layer in maps
@@ -100,8 +100,8 @@ def in_topologies(checkpoint: Path) -> dict[str, dict[str, Any]]:
 @pytest.mark.ranks
 def test_every_rank_of_a_topology_replays_its_own_part_of_the_old_pass(tmp_path):
     checkpoint = write_checkpoint(VARIANTS["moe4"], tmp_path / "model")
-    for of_rank in in_ranks(2, tmp_path / "ranks", in_topologies, checkpoint):
-        for name, found in of_rank.items():
+    for rank_result in in_ranks(2, tmp_path / "ranks", in_topologies, checkpoint):
+        for name, found in rank_result.items():
             recompute = "recompute_method" in TOPOLOGIES[name]
             assert set(found["forward 0"] + found["forward 1"]) == {1.0}, name
             assert set(found["recomputed 1"]) == ({1.0} if recompute else set()), name
@@ -114,7 +114,7 @@ def wrong_replays(checkpoint: Path) -> dict[str, str]:
     from r3train.trainer.megatron import actor_routes
 
     config = configuration(checkpoint, use_routing_replay=True)
-    hf, said = read_hf_facts(checkpoint), {}
+    hf, errors = read_hf_facts(checkpoint), {}
     router_replay = actor_routes._RouterReplay
     found = router_replay.get_replay_topk
 
@@ -134,13 +134,13 @@ def wrong_replays(checkpoint: Path) -> dict[str, str]:
         old = actor.compute_log_probs(slices, "old_log_prob")
         for name, fault in faults.items():
             with mock.patch.object(router_replay, "get_replay_topk", fault):
-                said[name] = refused(actor, slices, old)
-        with mock.patch.object(actor.replay, "note_dispatch", lambda *of_call: None):
-            said["not served"] = refused(actor, slices, old)
-        said["sound"] = refused(actor, slices, old)
+                errors[name] = refused(actor, slices, old)
+        with mock.patch.object(actor.replay, "note_dispatch", lambda *call: None):
+            errors["not served"] = refused(actor, slices, old)
+        errors["sound"] = refused(actor, slices, old)
         actor.replay.chosen.popitem()
-        said["no record"] = refused(actor, slices, old)
-    return said
+        errors["no record"] = refused(actor, slices, old)
+    return errors
 
 
 def refused(actor: Any, slices: Any, old: Any) -> str:
@@ -155,9 +155,9 @@ def refused(actor: Any, slices: Any, old: Any) -> str:
 @pytest.mark.ranks
 def test_a_wrong_replay_of_own_routes_ends_the_pass(tmp_path):
     checkpoint = write_checkpoint(VARIANTS["moe4"], tmp_path / "model")
-    (said,) = in_ranks(1, tmp_path / "ranks", wrong_replays, checkpoint)
-    assert said["sound"] == ""
+    (errors,) = in_ranks(1, tmp_path / "ranks", wrong_replays, checkpoint)
+    assert errors["sound"] == ""
     for name in ("one expert", "token shift"):
-        assert "dispatched other experts than those replayed" in said[name], said
-    assert "times replayed" in said["not served"], said
-    assert said["no record"].startswith("KeyError"), said
+        assert "dispatched other experts than those replayed" in errors[name], errors
+    assert "times replayed" in errors["not served"], errors
+    assert errors["no record"].startswith("KeyError"), errors

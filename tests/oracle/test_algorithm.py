@@ -566,12 +566,12 @@ def errors(ended: Ended, expected: Expected, given: Given, rule: Rule) -> dict[s
     records = read_metrics(ended.directory / "run")
     assert len(records) == ROLLOUTS
     for i, record in enumerate(records):
-        of_trainer = {
+        trainer_metrics = {
             n.removeprefix("train/"): x for n, x in record.items() if n.startswith("train/")
         }
-        found = metric_errors(of_trainer, expected.metrics[i], expected.scales[i])
+        found = metric_errors(trainer_metrics, expected.metrics[i], expected.scales[i])
         # one that the trainer lacks is infinitely wrong
-        assert of_trainer.keys() <= expected.metrics[i].keys()
+        assert trainer_metrics.keys() <= expected.metrics[i].keys()
         for name, wanted in rollout_metrics(i, given.rollouts[i], rule).items():
             off = difference(record.get(f"rollout/{name}"), wanted)
             found[f"rollout/{name}"] = factor(off, 1e-12 * max(1.0, abs(wanted)))
@@ -623,8 +623,8 @@ def worst(found: dict[str, float]) -> str:
     """The largest errors of metrics and of tensors, in words."""
     words = []
     for is_metric, count in ((True, 3), (False, 2)):
-        of_kind = [name for name in found if ("rollout" in name) == is_metric]
-        largest = sorted(of_kind, key=found.get, reverse=True)[:count]
+        names = [name for name in found if ("rollout" in name) == is_metric]
+        largest = sorted(names, key=found.get, reverse=True)[:count]
         words += [f"{name}: {found[name]:.2g} times its bound" for name in largest]
     return ", ".join(words)
 

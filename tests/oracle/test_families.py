@@ -273,16 +273,21 @@ def test_replayed_routes_give_the_log_probs_and_gradients_of_transformers(
         world_size, tmp_path, replayed, [str(directory / name) for name in taken], parallel
     )
     for name in taken:
-        of_ranks = [rank[str(directory / name)] for rank in ranks]
-        assert sum(int(rank["replayed rows"]) for rank in of_ranks) > 0, name
-        assert not any(rank["unlike disk"] for rank in of_ranks), (name, of_ranks[0]["unlike disk"])
-        error, off = errors(of_ranks, *expected[name])
+        rank_results = [rank[str(directory / name)] for rank in ranks]
+        assert sum(int(rank["replayed rows"]) for rank in rank_results) > 0, name
+        assert not any(rank["unlike disk"] for rank in rank_results), (
+            name,
+            rank_results[0]["unlike disk"],
+        )
+        error, off = errors(rank_results, *expected[name])
         assert error < LOG_PROB_ERROR, (name, error)
         assert len(off) == len([t for t in expected[name][1] if not t.endswith(EXPERT_BIAS)]), name
         wrong = {tensor: e for tensor, e in off.items() if not e <= gradient_error(tensor)}
         assert not wrong, (name, wrong)
         norm = sum(float(g.square().sum()) for n, g in expected[name][1].items() if n in off) ** 0.5
-        assert all(float(rank["norm"]) == pytest.approx(norm, rel=1e-5) for rank in of_ranks), name
+        assert all(
+            float(rank["norm"]) == pytest.approx(norm, rel=1e-5) for rank in rank_results
+        ), name
 
 
 # on disk: buffers, of which there is no gradient
@@ -304,20 +309,20 @@ def gradient_error(tensor: str) -> float:
 
 
 def errors(
-    of_ranks: list[dict[str, Any]], by_uid: dict, gradients: dict[str, torch.Tensor]
+    rank_results: list[dict[str, Any]], by_uid: dict, gradients: dict[str, torch.Tensor]
 ) -> tuple[float, dict[str, float]]:
     """The largest error of a log-prob, and of each gradient that there is its error as a part of its norm."""
     seen = {}
-    for rank in of_ranks:
+    for rank in rank_results:
         if "uids" in rank:
             seen |= dict(zip(rank["uids"].tolist(), rank["log_probs"].tolist()))
     assert seen.keys() >= by_uid.keys()
     scale = torch.stack([g.square().mean() for g in gradients.values()]).mean().sqrt()
     off = {}
     for tensor, wanted in gradients.items():
-        if tensor in of_ranks[0] and not tensor.endswith(EXPERT_BIAS):
+        if tensor in rank_results[0] and not tensor.endswith(EXPERT_BIAS):
             size = max(float(wanted.norm()), 1e-3 * float(scale) * wanted.numel() ** 0.5)
-            off[tensor] = float((of_ranks[0][tensor] - wanted).norm() / size)
+            off[tensor] = float((rank_results[0][tensor] - wanted).norm() / size)
     return max(abs(seen[uid] - wanted) for uid, wanted in by_uid.items()), off
 
 
@@ -431,9 +436,9 @@ def test_what_a_familys_file_corrects_shows_where_it_is_left_out(forced, tmp_pat
     world_size, parallel = TOPOLOGIES[FAST]
     ranks = in_ranks(world_size, tmp_path, replayed_with_bugs, str(directory), parallel)
     for bug, (name, _, shows) in PLANTED.items():
-        of_ranks = [rank[bug] for rank in ranks]
-        error, off = errors(of_ranks, *expected[name])
-        moved = of_ranks[0]["unlike disk"]
+        rank_results = [rank[bug] for rank in ranks]
+        error, off = errors(rank_results, *expected[name])
+        moved = rank_results[0]["unlike disk"]
         assert {
             "log-probs": error > 0.1,
             "gradients": error < LOG_PROB_ERROR and max(off.values()) > 0.1,

@@ -71,9 +71,9 @@ def streams(samples: list[Sample]) -> dict[str, list[torch.Tensor]]:
             return (of + far * noise).clamp(max=-1e-3)
 
         old = around(engine, 0.4)
-        own = {"old": old, "new": around(old, 0.1), "ref": around(old, 0.5)}
-        own["entropy"] = torch.rand(len(old), generator=draw, dtype=torch.float64)
-        for name, values in own.items():
+        log_prob_streams = {"old": old, "new": around(old, 0.1), "ref": around(old, 0.5)}
+        log_prob_streams["entropy"] = torch.rand(len(old), generator=draw, dtype=torch.float64)
+        for name, values in log_prob_streams.items():
             out[name].append(values)
     return out
 
@@ -83,15 +83,15 @@ def by_the_oracle(rule: Rule) -> tuple[np.ndarray, float]:
     given = groups()
     trained = shaped(given, rule)
     samples = [s for group in trained for s in group]
-    own = streams(samples)
-    pay = kl_pay(trained, own["old"], own["ref"], rule)
+    log_prob_streams = streams(samples)
+    pay = kl_pay(trained, log_prob_streams["old"], log_prob_streams["ref"], rule)
     tables, new, bounds = [], [], Bounds()
     for i, (s, advantage) in enumerate(zip(samples, advantages(trained, rule, pay))):
         kept = torch.from_numpy(s.mask[1:])
         if not kept.any():
             continue
-        new.append(own["new"][i][kept].requires_grad_())
-        old, ref, entropy = (own[n][i][kept] for n in ("old", "ref", "entropy"))
+        new.append(log_prob_streams["new"][i][kept].requires_grad_())
+        old, ref, entropy = (log_prob_streams[n][i][kept] for n in ("old", "ref", "entropy"))
         engine, teacher = (
             torch.from_numpy(x[1:]).double()[kept]
             for x in (s.rollout_log_probs, s.teacher_log_probs)
@@ -99,8 +99,8 @@ def by_the_oracle(rule: Rule) -> tuple[np.ndarray, float]:
         if rule.loss_type == "sft":
             advantage = np.ones_like(advantage)
         ages = torch.zeros(int(kept.sum()), dtype=torch.int64)
-        of_token = torch.from_numpy(advantage[1:])[kept]
-        tables.append(Rows(new[-1], entropy, old, ref, teacher, engine, of_token, ages))
+        per_token = torch.from_numpy(advantage[1:])[kept]
+        tables.append(Rows(new[-1], entropy, old, ref, teacher, engine, per_token, ages))
     loss, metrics, _ = loss_of(tables, rule, bounds)
     gradient = torch.cat(torch.autograd.grad(loss, new))
     found = [float(loss.detach()), metrics["ess"][0], *gradient.tolist()]
@@ -114,11 +114,11 @@ def by_production(rule: Rule) -> np.ndarray:
     algorithm = AlgorithmSection(**settings)
     recorded = as_recorded(0, groups(), VARIANTS["moe4"])
     scored, _ = prepare.train_samples(recorded, algorithm, rule.rollout_max_response_len)
-    own = streams([s for group in groups() for s in group])
+    log_prob_streams = streams([s for group in groups() for s in group])
     if algorithm.kl_coef:
         ratios = {
             s.sample.sample_id: np.append(0.0, held_ratios(old, ref).numpy())
-            for s, old, ref in zip(scored, own["old"], own["ref"])
+            for s, old, ref in zip(scored, log_prob_streams["old"], log_prob_streams["ref"])
         }
         scored = prepare.advantages_with_kl(scored, algorithm, ratios)
     counts = np.array([int(s.sample.loss_mask.sum()) for s in scored])
@@ -128,17 +128,17 @@ def by_production(rule: Rule) -> np.ndarray:
         return torch.cat([torch.as_tensor(np.asarray(a)).double() for a in arrays])
 
     samples = [s.sample for s in scored]
-    new, places = joined(own["new"]).requires_grad_(), torch.arange(len(samples))
+    new, places = joined(log_prob_streams["new"]).requires_grad_(), torch.arange(len(samples))
     rows = LossRows(
         log_probs=new,
-        old_log_probs=joined(own["old"]),
+        old_log_probs=joined(log_prob_streams["old"]),
         rollout_log_probs=joined([s.rollout_log_probs[1:] for s in samples]),
         advantages=joined([s.advantages[1:] for s in scored]),
         mask=joined([s.loss_mask[1:] for s in samples]).bool(),
-        entropy=joined(own["entropy"]),
+        entropy=joined(log_prob_streams["entropy"]),
         samples=places.repeat_interleave(torch.tensor([s.num_tokens - 1 for s in samples])),
         loss_weights=torch.tensor(weights.copy()),
-        ref_log_probs=joined(own["ref"]),
+        ref_log_probs=joined(log_prob_streams["ref"]),
         teacher_log_probs=(
             joined([s.teacher_log_probs[1:] for s in samples]) if algorithm.use_opd else None
         ),
@@ -163,9 +163,12 @@ def rule_with(settings: dict) -> str:
     """The first rule that has these settings, a name among the several of a setting included."""
 
     def fits(rule: Rule) -> bool:
-        own = {name: getattr(rule, name) for name in settings}
+        log_prob_streams = {name: getattr(rule, name) for name in settings}
         return all(
-            own[n] == x or isinstance(own[n], tuple) and x in own[n] for n, x in settings.items()
+            log_prob_streams[n] == x
+            or isinstance(log_prob_streams[n], tuple)
+            and x in log_prob_streams[n]
+            for n, x in settings.items()
         )
 
     return next(name for name, rule in reversed(RULES.items()) if fits(rule))

@@ -122,7 +122,7 @@ def cases(checkpoint: Path, scratch: Path, own: list[np.ndarray]) -> dict[str, A
                     found[case] = failed, verdict.agreement
         return found
 
-    def of_topology(parallel: dict[str, Any], lengths: list[tuple[int, int]]) -> Any:
+    def in_topology(parallel: dict[str, Any], lengths: list[tuple[int, int]]) -> Any:
         return configuration(
             checkpoint,
             use_rollout_routing_replay=True,
@@ -137,7 +137,7 @@ def cases(checkpoint: Path, scratch: Path, own: list[np.ndarray]) -> dict[str, A
     for name, parallel in TOPOLOGIES.items():
         batch = samples(hf, LENGTHS)
         batches = {f"{name} {bug}".strip(): batch for bug in ["", *bugs]}
-        out |= prove(of_topology(parallel, LENGTHS), batches)
+        out |= prove(in_topology(parallel, LENGTHS), batches)
     moved = {
         f"sent {case}": [
             replace(s, sample=replace(s.sample, indexer_topk=move(bits)))
@@ -145,7 +145,7 @@ def cases(checkpoint: Path, scratch: Path, own: list[np.ndarray]) -> dict[str, A
         ]
         for case, move in MOVED.items()
     }
-    return out | prove(of_topology(TOPOLOGIES["cp2"], LONG), moved)
+    return out | prove(in_topology(TOPOLOGIES["cp2"], LONG), moved)
 
 
 @pytest.fixture(scope="module")

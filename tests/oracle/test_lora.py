@@ -279,10 +279,10 @@ class Expected:
         model = HfReference(whole)
         self.by_uid, loss = self._log_probs(model)
         loss.backward()
-        of_weights = model.gradients(directory / f"{family} gradients")
+        weight_gradients = model.gradients(directory / f"{family} gradients")
         self.gradients = {}
         for name in self.targets:
-            whole = of_weights[name].double()
+            whole = weight_gradients[name].double()
             pairs = self._pairs(name, whole.shape)
             for (path, a, b), gradient in zip(pairs, as_linears(name, whole)):
                 self.gradients[f"{path}.lora_A"] = SCALE * b.T @ gradient
@@ -431,8 +431,8 @@ def complaints(found: dict[str, Any], *, bf16: bool = False) -> dict[str, Any]:
 
 def check(found: dict[str, dict]) -> None:
     """Hold every case's errors against their bounds."""
-    for case, of_case in found.items():
-        wrong = complaints(of_case, bf16=case.endswith("bf16"))
+    for case, case_errors in found.items():
+        wrong = complaints(case_errors, bf16=case.endswith("bf16"))
         assert not wrong, (case, wrong)
 
 
@@ -572,8 +572,8 @@ def test_every_planted_bug_is_caught_by_name(world_size, layers, request, tmp_pa
     ranks = worlds.in_ranks(world_size, tmp_path, cases)
     for bug, (_, what) in bugs.items():
         baseline = worlds.one["glm4_moe one"] if what == "adam" else None
-        of_bug = errors([rank[bug] for rank in ranks], worlds.expected["glm4_moe"], baseline)
-        found = complaints(of_bug, bf16=CAUGHT[bug][0].endswith("bf16"))
+        bug_errors = errors([rank[bug] for rank in ranks], worlds.expected["glm4_moe"], baseline)
+        found = complaints(bug_errors, bf16=CAUGHT[bug][0].endswith("bf16"))
         assert what in found, (bug, found)
         print(bug, what, *found[what])
     if "embedding_asks_for_no_gradient" in bugs:

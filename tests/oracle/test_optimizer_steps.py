@@ -88,7 +88,7 @@ def test_a_step_with_a_nan_moves_nothing_and_the_others_move_biases_too(steps):
     assert steps["moved"] == [True, True, False, True]
 
 
-def of_adam(checkpoint: Path) -> list[bool]:
+def adam_steps(checkpoint: Path) -> list[bool]:
     config = configuration(
         checkpoint, optimizer="adam", transformer_overrides=VARIANTS["glm"].overrides
     )
@@ -99,5 +99,5 @@ def of_adam(checkpoint: Path) -> list[bool]:
 
 def test_adam_goes_over_a_cpus_memory_once(tmp_path):
     checkpoint = write_checkpoint(VARIANTS["glm"], tmp_path / "model")
-    [fused] = in_ranks(1, tmp_path / "ranks", of_adam, checkpoint)
+    [fused] = in_ranks(1, tmp_path / "ranks", adam_steps, checkpoint)
     assert fused and all(fused)

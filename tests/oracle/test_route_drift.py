@@ -68,14 +68,14 @@ def logged_and_counted(
     (only,) = slices
     rows = torch.from_numpy(only.route_uids >= 0)
     for i, number in enumerate(only.layer_numbers.tolist()):
-        own, gates = live(passes[number], biases[number], hf.num_experts_per_tok)
+        live_experts, gates = live(passes[number], biases[number], hf.num_experts_per_tok)
         routes = torch.from_numpy(only.routes[:, i].astype("int64"))
         left, mass, load = 0, 0.0, [0] * hf.num_experts
         counted = [t for t in range(len(rows)) if rows[t] and (routes[t] < 255).all()]
         for t in counted:
-            left += set(own[t].tolist()) != set(routes[t].tolist())
-            mass += float(gates[t, routes[t]].sum() / gates[t, own[t]].sum())
-            for expert in own[t].tolist():
+            left += set(live_experts[t].tolist()) != set(routes[t].tolist())
+            mass += float(gates[t, routes[t]].sum() / gates[t, live_experts[t]].sum())
+            for expert in live_experts[t].tolist():
                 load[expert] += 1
         share = torch.tensor(load, dtype=torch.float64) / sum(load)
         entropy = -sum(float(p * p.log()) for p in share if p > 0)

@@ -165,8 +165,8 @@ def test_the_vocabulary_parallel_formula_is_that_of_the_whole_vocabulary_in_floa
 ):
     parts = [rank[name, "formula"] for rank in found]
     shards = [parts] if name == "tp2" else [[part] for part in parts]
-    for of_rows in shards:
-        founds, (labels, counts, ids) = [part[0] for part in of_rows], of_rows[0][1:]
+    for shard_results in shards:
+        founds, (labels, counts, ids) = [part[0] for part in shard_results], shard_results[0][1:]
         full, weights = random_logits(len(labels), read_hf_facts(checkpoint).vocab_size)
         full.requires_grad_()
         rows = torch.repeat_interleave(torch.arange(len(counts)), counts)

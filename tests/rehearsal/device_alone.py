@@ -78,13 +78,13 @@ class DeviceAlone(TorchDispatchMode):
     def _check(self, name: str, args: Any, tensors: list[torch.Tensor]) -> None:
         boxes = [a for a in args if isinstance(a, torch.ScriptObject)]
         (box,) = (b for b in boxes if str(b._type()).endswith(".c10d.ProcessGroup"))
-        of_host = dist.ProcessGroup.unbox(box).group_name in self.host_groups
-        self.sent["host" if of_host else "device"] += 1
+        on_host = dist.ProcessGroup.unbox(box).group_name in self.host_groups
+        self.sent["host" if on_host else "device"] += 1
         if name.removeprefix("c10d::").rstrip("_") in WITHOUT_TENSORS:
             return
         for t in tensors:
-            if self.holds(t) == of_host:
-                kind = "cpu" if not of_host else "cuda"
+            if self.holds(t) == on_host:
+                kind = "cpu" if not on_host else "cuda"
                 raise RuntimeError(f"{name}: No backend type associated with device type {kind}")
 
 
@@ -152,11 +152,11 @@ def install(mode: DeviceAlone) -> None:
 
     dist.init_process_group, dist.new_group = join_nccl, make_group
     c10d = dist.distributed_c10d
-    of_group = c10d._get_object_coll_device
+    original = c10d._get_object_coll_device
 
     def object_device(group: Any = None) -> Any:
-        of_host = group is not None and group.group_name in mode.host_groups
-        return of_group(group) if of_host else DEVICE
+        on_host = group is not None and group.group_name in mode.host_groups
+        return original(group) if on_host else DEVICE
 
     c10d._get_object_coll_device = object_device
 

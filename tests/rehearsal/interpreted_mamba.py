@@ -70,7 +70,7 @@ def parts(convolved: T) -> list[T]:
     return [part.unflatten(-1, shape).contiguous() for part, shape in zip(rows, shapes)]
 
 
-def of_twin(rows: T, cache: SimpleNamespace, metadata: SimpleNamespace) -> T:
+def run_twin(rows: T, cache: SimpleNamespace, metadata: SimpleNamespace) -> T:
     """Outputs [n, heads * size] of the server's twin, without its projections and its norm."""
     mixer = SimpleNamespace(
         **{"intermediate_size": INNER, "conv_dim": CHANNELS, "num_heads": HEADS},
@@ -84,7 +84,7 @@ def of_twin(rows: T, cache: SimpleNamespace, metadata: SimpleNamespace) -> T:
     return mix(mixer, hidden_states=rows, layer_cache=cache, metadata=metadata)[0]
 
 
-def of_server() -> dict[str, dict[str, float]]:
+def server_errors() -> dict[str, dict[str, float]]:
     """Errors of the server's twin: sequences that begin, or go on from a state, and then a token of each."""
     slots, has_state = torch.arange(len(PACK), dtype=torch.int32), ~torch.tensor(FRESH)
     windows, states = torch.randn(len(PACK), CHANNELS, 3), torch.randn(4, HEADS, SIZE, STATE)
@@ -92,7 +92,7 @@ def of_server() -> dict[str, dict[str, float]]:
     extended = SimpleNamespace(extend_seq_lens_cpu=PACK, has_initial_states=has_state)
     metadata = SimpleNamespace(num_decodes=0, mixed_metadata=extended, mamba_cache_indices=slots)
     rows = torch.randn(sum(PACK), INNER + CHANNELS + HEADS)
-    expected = of_twin(rows, cache, metadata)
+    expected = run_twin(rows, cache, metadata)
     _, mixed, steps = rows.split([INNER, CHANNELS, HEADS], -1)
     convolved = causal_conv1d_fn(
         mixed.T.contiguous(),
@@ -138,7 +138,7 @@ def of_server() -> dict[str, dict[str, float]]:
 
     rows = torch.randn(len(PACK), INNER + CHANNELS + HEADS)
     metadata = SimpleNamespace(num_decodes=4, mixed_metadata=None, mamba_cache_indices=slots)
-    expected = of_twin(rows, cache, metadata)
+    expected = run_twin(rows, cache, metadata)
     _, mixed, steps = rows.split([INNER, CHANNELS, HEADS], -1)
     convolved = causal_conv1d_update(
         mixed.clone(), windows, WINDOW, BIAS, "silu", conv_state_indices=slots
@@ -167,7 +167,7 @@ def of_server() -> dict[str, dict[str, float]]:
     return {"server extends": found, "server decodes": decoded}
 
 
-def of_trainer() -> dict[str, dict[str, float]]:
+def trainer_errors() -> dict[str, dict[str, float]]:
     """Errors of the actor's twin and its gradients, and of one whose state outlives its sequence."""
     spec = find_spec("mamba_ssm")
     if spec is None:
@@ -217,4 +217,4 @@ def of_trainer() -> dict[str, dict[str, float]]:
 
 
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(json.dumps(of_server() | of_trainer()))
+    Path(sys.argv[1]).write_text(json.dumps(server_errors() | trainer_errors()))

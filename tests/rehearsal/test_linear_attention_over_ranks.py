@@ -50,10 +50,10 @@ def expected(tmp_path_factory) -> tuple[Path, tuple[dict, dict]]:
 def test_cut_sequences_give_the_log_probs_and_gradients_of_transformers(
     topology, expected, tmp_path
 ):
-    (model, of_transformers), (ranks, parallel) = expected, TOPOLOGIES[topology]
+    (model, transformers_result), (ranks, parallel) = expected, TOPOLOGIES[topology]
     assert oracle.is_taken(model, parallel)
     found = in_ranks(ranks, tmp_path, oracle.replayed, [str(model)], parallel)
-    error, off = oracle.errors([rank[str(model)] for rank in found], *of_transformers)
+    error, off = oracle.errors([rank[str(model)] for rank in found], *transformers_result)
     worst = max(off, key=lambda tensor: off[tensor] / oracle.gradient_error(tensor))
     print(topology, f"{error:.1e} {off[worst]:.1e} {worst}")
     assert error < oracle.LOG_PROB_ERROR
@@ -69,9 +69,9 @@ def replayed_with_heads_astray(directories: list[str], parallel: dict) -> dict[s
 
 
 def test_heads_that_go_to_another_rank_are_seen(expected, tmp_path):
-    (model, of_transformers), (ranks, parallel) = expected, TOPOLOGIES["CP2"]
+    (model, transformers_result), (ranks, parallel) = expected, TOPOLOGIES["CP2"]
     found = in_ranks(ranks, tmp_path, replayed_with_heads_astray, [str(model)], parallel)
-    error, _ = oracle.errors([rank[str(model)] for rank in found], *of_transformers)
+    error, _ = oracle.errors([rank[str(model)] for rank in found], *transformers_result)
     assert error > 0.1
 
 
@@ -80,13 +80,13 @@ def test_transformer_engines_layers_agree_with_the_local_ones_in_bfloat16(
     topology, expected, tmp_path, monkeypatch
 ):
     (model, _), (ranks, parallel) = expected, TOPOLOGIES[topology]
-    of_layers = {}
+    layer_errors = {}
     for layers in ("local", "te"):
         monkeypatch.setattr(actors, "SEARCHED", [str(oracle.STAND_INS)] if layers == "te" else [])
         given = parallel | dict(bf16=True, attention_backend=layers)
         found = in_ranks(ranks, tmp_path / layers, oracle.replayed, [str(model)], given)
-        of_layers[layers] = [rank[str(model)] for rank in found]
-    local, te = (of_layers[layers] for layers in ("local", "te"))
+        layer_errors[layers] = [rank[str(model)] for rank in found]
+    local, te = (layer_errors[layers] for layers in ("local", "te"))
     gap = max(
         float((mine["log_probs"] - theirs["log_probs"]).abs().max())
         for mine, theirs in zip(local, te)

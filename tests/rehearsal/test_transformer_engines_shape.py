@@ -170,8 +170,8 @@ class Rehearsal:
 
 def rows(*world_sizes: int) -> list[Row]:
     """Verify's topologies of CI, each in a dtype that Transformer Engine takes, and some in both."""
-    of_ci = [t for t in TOPOLOGIES.values() if t.ci and t.world_size in world_sizes]
-    found = [Row(t, t.parallel_section().context_parallel_size > 1) for t in of_ci]
+    gate_topologies = [t for t in TOPOLOGIES.values() if t.ci and t.world_size in world_sizes]
+    found = [Row(t, t.parallel_section().context_parallel_size > 1) for t in gate_topologies]
     return found + [Row(TOPOLOGIES[t], True) for t in IN_BF16 if 2 in world_sizes]
 
 

@@ -55,7 +55,7 @@ class ActorRoutes:
         *,
         native: bool = False,
     ) -> None:
-        """Record in old_log_prob, replay in train; in another pass, of other weights, routers choose."""
+        """Record in old_log_prob, replay in train; other passes (other weights) route freely."""
         if replay_pass == "old_log_prob":
             self.chosen.clear()
         self._pass = replay_pass if replay_pass in ("old_log_prob", "train") else None

@@ -29,7 +29,7 @@ _WEIGHT = "auxiliary losses would weigh rows / loss tokens times what was config
 
 
 def _token_counts(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any, Any]:
-    """Megatron's counts of a router's call, of one token where a pack holds padding only.
+    """Megatron's counts of a router's call; a pack of padding only counts as 1 token.
 
     Megatron divides by them.  A data-parallel rank without a sample would make NaN of all gradients.
     """

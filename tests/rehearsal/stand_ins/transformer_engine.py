@@ -69,10 +69,10 @@ class _FusedProduct(torch.autograd.Function):
         if not weight.requires_grad:
             return grad @ weight, None, None
         rows = grad.flatten(0, -2), inp.flatten(0, -2)
-        of_weight = (rows[0].T @ rows[1]).to(weight.main_grad.dtype)
+        grad_weight = (rows[0].T @ rows[1]).to(weight.main_grad.dtype)
         if ctx.is_first:
             weight.main_grad.zero_()
-        weight.main_grad.add_(of_weight)
+        weight.main_grad.add_(grad_weight)
         weight.grad_added_to_main_grad = True
         return grad @ weight, torch.full_like(weight, torch.nan), None
 

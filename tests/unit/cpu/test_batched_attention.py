@@ -24,10 +24,10 @@ def made(backend):
 
 
 @pytest.mark.parametrize("window", [None, 7])
-@pytest.mark.parametrize("heads, key_heads, of_value", [(8, 4, 16), (8, 8, 16), (6, 1, 12)])
+@pytest.mark.parametrize("heads, key_heads, value_size", [(8, 4, 16), (8, 8, 16), (6, 1, 12)])
 @pytest.mark.parametrize("lengths", [(5, 100, 6, 90, 1), (33,) * 40], ids=["apart", "alike"])
 def test_a_decode_step_of_all_requests_is_that_of_one_after_the_other(
-    lengths, heads, key_heads, of_value, window
+    lengths, heads, key_heads, value_size, window
 ):
     random = torch.Generator().manual_seed(0)
     draw = lambda *shape: torch.randn(*shape, generator=random)  # noqa: E731
@@ -43,8 +43,8 @@ def test_a_decode_step_of_all_requests_is_that_of_one_after_the_other(
     for backend in (TorchNativeAttnBackend, BatchedAttention):
         attention = made(backend)
         attention.init_forward_metadata(SimpleNamespace(out_cache_loc=None))
-        for values in (cache.neg()[..., :of_value], cache[..., :of_value]):  # two layers
-            output = query.new_zeros(len(lengths), heads, of_value)
+        for values in (cache.neg()[..., :value_size], cache[..., :value_size]):  # two layers
+            output = query.new_zeros(len(lengths), heads, value_size)
             attention._run_sdpa_forward_decode(
                 query,
                 output,
@@ -67,5 +67,5 @@ def test_requests_are_padded_to_twice_their_tokens_at_most():
     assert sorted(i for group in groups for i in group) == list(range(300))
     assert len(groups) < 20
     for group in groups:
-        of_group = [lengths[i] for i in group]
-        assert max(of_group) * len(group) <= 2 * sum(of_group)
+        group_lengths = [lengths[i] for i in group]
+        assert max(group_lengths) * len(group) <= 2 * sum(group_lengths)

@@ -32,8 +32,8 @@ def test_a_product_is_float32s_and_bfloat16_would_be_seen(rows):
     torch.manual_seed(rows)
     a, b = torch.randn(rows, 96), torch.randn(96, 160)
     assert float32_holds(cpu_products.rows_times(a, b), a, b)
-    of_rows = torch.randn(rows, 64)
-    assert float32_holds(cpu_products.summed_over_rows(of_rows, a), of_rows.t(), a)
+    row_values = torch.randn(rows, 64)
+    assert float32_holds(cpu_products.summed_over_rows(row_values, a), row_values.t(), a)
     assert not float32_holds((a.bfloat16() @ b.bfloat16()).float(), a, b)
 
 

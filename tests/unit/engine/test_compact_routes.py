@@ -70,7 +70,7 @@ def test_a_scheduler_sends_bits_of_the_rows_that_were_asked_for(start, asked, mo
     processor = SimpleNamespace(req_to_token_pool="table")
 
     def collect(**changes):
-        of_request = dict(
+        request_facts = dict(
             kv=SimpleNamespace(req_pool_idx=5),
             origin_input_ids=[1] * 4,
             output_ids_through_stop=[2] * 6,
@@ -78,7 +78,7 @@ def test_a_scheduler_sends_bits_of_the_rows_that_were_asked_for(start, asked, mo
             return_indexer_topk=True,
             indexer_topk=None,
         )
-        request = SimpleNamespace(**of_request | changes)
+        request = SimpleNamespace(**request_facts | changes)
         compact_routes._collect_chosen(processor, request)
         return request.indexer_topk
 
@@ -89,9 +89,9 @@ def test_a_scheduler_sends_bits_of_the_rows_that_were_asked_for(start, asked, mo
     assert collect(return_indexer_topk=False) is None and capturer.asked == []
     sent = collect()
     assert capturer.asked == asked
-    of_sample = dict(num_tokens=10, num_layers=2, topk=3, start=start or 0, sample="7")
+    sample_facts = dict(num_tokens=10, num_layers=2, topk=3, start=start or 0, sample="7")
     whole = pybase64.b64encode(ids.tobytes()).decode()
-    np.testing.assert_array_equal(decode(sent, **of_sample), decode(whole, **of_sample))
+    np.testing.assert_array_equal(decode(sent, **sample_facts), decode(whole, **sample_facts))
     if asked:  # a row that cannot be: the client is to refuse it
         capturer.ids[8, 1] = 0
         assert collect().tolist() == ids.tolist()

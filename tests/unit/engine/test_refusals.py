@@ -8,9 +8,9 @@ from r3train.engine.flags import check_server_flags
 from r3train.engine.refusals import DECIDED_BY_THE_RUN, refused, settings_of_a_server
 
 
-def fields(settings: dict, **of_run) -> list[str]:
+def fields(settings: dict, **run_settings) -> list[str]:
     """The fields that are refused, with their values."""
-    found = list(refused(settings, **{"replay": True, **of_run}))
+    found = list(refused(settings, **{"replay": True, **run_settings}))
     assert all(settings[field] == value for field, value, _ in found)
     return [field for field, _, _ in found]
 

@@ -35,8 +35,8 @@ def test_a_default_of_a_family_is_that_of_transformers(family):
     config = CONFIG_MAPPING[FAMILIES[family].read_as or family]().get_text_config()
     rope = getattr(config, "rope_parameters", {})
     # Nemotron-H has no positions, and another key for its norms
-    of_all = {} if family == "nemotron_h" else DEFAULTS
-    for key, value in (of_all | FAMILIES[family].defaults).items():
+    defaults = {} if family == "nemotron_h" else DEFAULTS
+    for key, value in (defaults | FAMILIES[family].defaults).items():
         # a key that transformers' class lacks has one value: what it computes
         fixed = FAMILIES[family].needs.get(key, (None, ...))[1]
         theirs = rope[key] if key in rope else getattr(config, key, fixed)

@@ -24,7 +24,7 @@ TWO_NODES = {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0
 def test_stores_listen_on_loopback_on_one_node_and_towards_the_rendezvous_on_several(
     asked, environ, expected
 ):
-    assert bound_and_known(asked, environ, gather=lambda own: [own, own]) == expected
+    assert bound_and_known(asked, environ, gather=lambda address: [address, address]) == expected
 
 
 def test_the_rendezvous_node_is_known_by_its_address_towards_another_node(monkeypatch):
@@ -33,8 +33,8 @@ def test_the_rendezvous_node_is_known_by_its_address_towards_another_node(monkey
     monkeypatch.setattr(stores, "local_address", ways.__getitem__)
     head = {**TWO_NODES, "MASTER_ADDR": "head"}
     everybody = ["127.0.1.1", "127.0.1.1", "10.0.0.2", "10.0.0.2"]
-    assert bound_and_known(None, head, gather=lambda own: everybody) == ("10.0.0.1", "10.0.0.1")
-    assert bound_and_known("0.0.0.0", head, lambda own: everybody) == ("0.0.0.0", "10.0.0.1")
+    assert bound_and_known(None, head, gather=lambda address: everybody) == ("10.0.0.1", "10.0.0.1")
+    assert bound_and_known("0.0.0.0", head, lambda address: everybody) == ("0.0.0.0", "10.0.0.1")
 
 
 def test_servers_that_only_rank_0s_node_reaches_are_refused_on_several_nodes():

@@ -175,7 +175,7 @@ def test_a_buffer_that_is_gone_is_missed(tmp_path):
     assert ResumePoint(path, start_rollout_id=5).buffer(64) is None
 
 
-def drawn():
+def random_values():
     tracker = tensor_parallel.get_cuda_rng_tracker()
     with tracker.fork("model-parallel-rng"):
         forked = torch.rand(3).tolist()
@@ -188,10 +188,10 @@ def test_the_random_state_of_a_rank_goes_on_where_it_was_saved(tmp_path):
     tracker.add("model-parallel-rng", 7)
     random.gauss(0, 1), np.random.randn()  # both keep a second number for the next call
     rng.save(tmp_path, 0)
-    expected = drawn()
-    assert drawn() != expected, "the states move"
+    expected = random_values()
+    assert random_values() != expected, "the states move"
     rng.load(tmp_path, 0)
-    assert drawn() == expected
+    assert random_values() == expected
 
 
 @pytest.mark.parametrize("content", [None, b"", b"not safetensors"])
@@ -271,12 +271,14 @@ def test_a_checkpoint_whose_layers_state_runs_code_runs_none_here(
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize("of_engine, on_host", [(False, False), (True, True), (True, False)])
+@pytest.mark.parametrize("precision_aware, on_host", [(False, False), (True, True), (True, False)])
 def test_an_adam_that_holds_the_weights_itself_resumes_from_no_checkpoint_without_them(
-    of_engine, on_host, monkeypatch
+    precision_aware, on_host, monkeypatch
 ):
     weights = ShardedTensor.from_rank_offsets("optimizer.state.param.w", torch.zeros(2))
-    config = SimpleNamespace(use_precision_aware_optimizer=of_engine, optimizer_cpu_offload=on_host)
+    config = SimpleNamespace(
+        use_precision_aware_optimizer=precision_aware, optimizer_cpu_offload=on_host
+    )
     part = SimpleNamespace(optimizer=None, config=config)
     optimizer = SimpleNamespace(
         chained_optimizers=[part],
@@ -286,7 +288,7 @@ def test_an_adam_that_holds_the_weights_itself_resumes_from_no_checkpoint_withou
     saved = ["w"]
     monkeypatch.setattr(dist_checkpointing, "load_tensors_metadata", lambda _: saved)
     match = lambda: OptimizerState(optimizer, {}, is_loading=True).match("saved")
-    if of_engine and not on_host:
+    if precision_aware and not on_host:
         with pytest.raises(ValueError, match="^saved: has no float32 weights next to the model's"):
             match()
         saved.append(weights.key)

@@ -33,9 +33,9 @@ def test_b_begins_with_zeros_so_the_first_policy_is_the_base():
 
 
 def test_seed_and_name_alone_say_what_is_drawn():
-    a, others = random_factors(3)(NAME, SHAPE), []
+    a, different = random_factors(3)(NAME, SHAPE), []
     torch.manual_seed(99)
     assert torch.equal(a, random_factors(3)(NAME, SHAPE))
-    others.append(random_factors(4)(NAME, SHAPE))
-    others.append(random_factors(3)(NAME.replace("layers.0", "layers.1"), SHAPE))
-    assert not any(torch.equal(a, other) for other in others)
+    different.append(random_factors(4)(NAME, SHAPE))
+    different.append(random_factors(3)(NAME.replace("layers.0", "layers.1"), SHAPE))
+    assert not any(torch.equal(a, other) for other in different)
