@@ -147,8 +147,8 @@ $(BENCH_STAMP):
 
 bench-venv: $(BENCH_STAMP)  ## Make .venv-trl with TRL, for the comparison in make bench
 
-bench: venv bench-venv  ## Measure everything (15 to 20 minutes)
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/run_all.py --write-docs $(ARGS)
+bench: venv bench-venv  ## Measure step, publish, start and rates into benchmarks/results.json and RESULTS.md (about 10 minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/run_all.py --write-results $(ARGS)
 
 # of the environment in which it is called: the image's, or one that the pins for GPUs are in
 gpu-smoke:  ## Run the first day on GPUs, step by step (docs/run/gpus.md; ARGS=--write-docs writes docs/run/gpu_results.md)

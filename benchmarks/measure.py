@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import platform
 import signal
 import statistics
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +19,11 @@ from typing import Any
 def flags(doc: str, **defaults: Any) -> argparse.Namespace:
     """The command line of a benchmark: a flag for each default, of its type, and ``--output``.
 
-    A flag whose default is a list takes several values, and one whose default is False takes none.
+    A flag whose default is a list takes several values.
     """
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     for name, default in defaults.items():
         several = isinstance(default, list)
-        if default is False:
-            parser.add_argument(f"--{name.replace('_', '-')}", action="store_true")
-            continue
         parser.add_argument(
             f"--{name.replace('_', '-')}",
             type=type(default[0] if several else default),
@@ -117,42 +112,6 @@ def spreads(values: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float]
 def ratios(over: Sequence[float], under: Sequence[float]) -> dict[str, float]:
     """The spread of the ratios of neighbours, which were measured one right after the other."""
     return spread([a / b for a, b in zip(over, under, strict=True)])
-
-
-def of_gloo_ranks(world_size: int, work: Callable[..., Any], *given: Any) -> Any:
-    """Run ``work(rank, *given)`` in processes of one gloo group; returns the result of rank 0."""
-    spawn = multiprocessing.get_context("spawn")
-    results = spawn.Queue()
-    with tempfile.TemporaryDirectory() as directory:
-        group = (world_size, f"{directory}/store")
-        ranks = [
-            spawn.Process(target=_gloo_rank, args=(rank, *group, results, work, given), daemon=True)
-            for rank in range(world_size)
-        ]
-        for rank in ranks:
-            rank.start()
-        result = results.get(timeout=1200)
-        for rank in ranks:
-            rank.join(timeout=60)
-    return result
-
-
-def _gloo_rank(
-    rank: int, world_size: int, store: str, results: Any, work: Callable[..., Any], given: tuple
-) -> None:
-    import torch
-    import torch.distributed as dist
-
-    from r3train.host_group import join_ranks, leave_ranks
-
-    torch.set_num_threads(1)
-    files = dist.FileStore(store, world_size)
-    join_ranks("gloo", files, rank, world_size, timeout=timedelta(minutes=30))
-    result = work(rank, *given)
-    if rank == 0:
-        results.put(result)
-    dist.barrier()
-    leave_ranks()
 
 
 def machine() -> dict[str, Any]:

@@ -9,8 +9,6 @@ does falls on all alike; each ratio is of neighbours.  The routes that are repla
 model chooses itself, so that all do the same work.
 
     python -m benchmarks.replay_overhead [--rounds 15] [--tokens 1024] [--topk 8]
-
-``--growth`` has three arms: without replay, and with replay and its check twice.  Each is another actor in memory.
 """
 
 from __future__ import annotations
@@ -89,7 +87,6 @@ def main() -> None:
         layers=MODEL.num_layers,
         topk=MODEL.topk,
         experts=MODEL.num_experts,
-        growth=False,
     )
     model = replace(
         MODEL,
@@ -116,12 +113,17 @@ def measure(
     checkpoint: Path, model: TinyOptions, place: RankTopology, arguments: argparse.Namespace
 ) -> dict[str, Any]:
     """Seconds of a step (old-log-prob pass and train step) of each actor, and their ratios."""
-    growth = arguments.growth
     actors = {
         "native": make_actor(checkpoint, place),
         "replay and check": make_actor(checkpoint, place, replay=True, check=True),
-        "again": make_actor(checkpoint, place, replay=True, check=growth),
+        "again": make_actor(checkpoint, place, replay=True),
+        "replay": make_actor(checkpoint, place, replay=True),
+        "replay and drift": make_actor(checkpoint, place, replay=True, drift=True),
+        "several passes": make_actor(checkpoint, place, replay=True),
     }
+    for part in actors["several passes"].optimizer.chained_optimizers:
+        for group in part.optimizer.param_groups:
+            group["fused"] = False
     slices = make_slices(actors["native"], model, arguments.samples, arguments.tokens)
 
     def step_of(actor: MegatronActor, *, reuse: bool = False) -> Callable[[], None]:
@@ -137,27 +139,20 @@ def measure(
 
         return step
 
-    if not growth:
-        actors |= {
-            "replay": make_actor(checkpoint, place, replay=True),
-            "replay and drift": make_actor(checkpoint, place, replay=True, drift=True),
-            "several passes": make_actor(checkpoint, place, replay=True),
-        }
-        for part in actors["several passes"].optimizer.chained_optimizers:
-            for group in part.optimizer.param_groups:
-                group["fused"] = False
     arms = {name: step_of(actor) for name, actor in actors.items()}
-    if not growth:
-        arms["old pass skipped"] = step_of(actors["again"], reuse=True)
+    arms["old pass skipped"] = step_of(actors["again"], reuse=True)
 
-        def as_torch_does() -> None:
-            with patch.object(cpu_products, "gains", lambda: False):
-                arms["several passes"]()
+    def as_torch_does() -> None:
+        with patch.object(cpu_products, "gains", lambda: False):
+            arms["several passes"]()
 
-        arms["products as torch makes them, several passes"] = as_torch_does
+    arms["products as torch makes them, several passes"] = as_torch_does
     seconds = in_turns(arms, arguments.rounds, warm_up=2, clock=own_clock())
     native, check, again = (seconds[name] for name in ("native", "replay and check", "again"))
-    found = dict(
+    replay = seconds["replay"]
+    several, skipped = seconds["several passes"], seconds["old pass skipped"]
+    torchs = seconds["products as torch makes them, several passes"]
+    return dict(
         device=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu, 1 thread",
         model=f"{describe(model)} experts x {model.moe_intermediate_size}",
         layers=model.num_layers,
@@ -167,13 +162,6 @@ def measure(
         rounds=arguments.rounds,
         seconds=spreads(seconds),
         check_over_native=ratios(check, native),
-    )
-    if growth:
-        return found | dict(check_again_over_check=ratios(again, check))
-    replay = seconds["replay"]
-    several, skipped = seconds["several passes"], seconds["old pass skipped"]
-    torchs = seconds["products as torch makes them, several passes"]
-    return found | dict(
         replay_over_native=ratios(replay, native) | {"aim": 1.01},
         check_over_replay=ratios(check, replay) | {"aim": 1.05},
         drift_over_replay=ratios(seconds["replay and drift"], replay),

@@ -1,12 +1,6 @@
-"""Samples, routes and answers of any shape, for benchmarks that need their sizes alone."""
+"""Samples and routes of any shape, for benchmarks that need their sizes alone."""
 
 from __future__ import annotations
-
-import asyncio
-import multiprocessing
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import pybase64
@@ -46,36 +40,3 @@ def sample_of_routes(
     )
     advantages = np.where(trained, generator.standard_normal(), 0).astype(np.float32)
     return TrainSample(sample, reward=0.0, advantages=advantages)
-
-
-@contextmanager
-def answering(answer: bytes) -> Iterator[str]:
-    """host:port of a process that stands for SGLang and gives one and the same answer."""
-    context = multiprocessing.get_context("spawn")
-    ports = context.SimpleQueue()
-    server = context.Process(target=_answer_always, args=(answer, ports), daemon=True)
-    server.start()
-    try:
-        yield f"127.0.0.1:{ports.get()}"
-    finally:
-        server.kill()
-        server.join()
-
-
-def _answer_always(answer: bytes, ports: Any) -> None:
-    from aiohttp import web
-
-    async def reply(request: web.Request) -> web.Response:
-        await request.read()
-        return web.Response(body=answer, content_type="application/json")
-
-    async def serve() -> None:
-        app = web.Application(client_max_size=1 << 30)
-        app.router.add_post("/", reply)
-        runner = web.AppRunner(app, access_log=None)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        ports.put(runner.addresses[0][1])
-        await asyncio.Event().wait()
-
-    asyncio.run(serve())

@@ -11,14 +11,13 @@ import sys
 
 import pytest
 
-from benchmarks.page import performance_page, results_page
 from benchmarks.run_all import BENCHMARKS
 from tests.e2e import jobs
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
-def test_every_benchmark_runs_and_fills_its_page(tmp_path):
+def test_every_benchmark_runs_and_has_its_rows_in_the_table(tmp_path):
     with_trl = (jobs.ROOT / ".venv-trl").is_dir()  # make bench-venv
     names = [name for name in BENCHMARKS if with_trl or name != "against_trl"]
     command = [sys.executable, "-m", "benchmarks.run_all", "--quick", "--directory", str(tmp_path)]
@@ -33,7 +32,4 @@ def test_every_benchmark_runs_and_fills_its_page(tmp_path):
     assert run.returncode == 0, run.stdout + run.stderr
     results = {name: json.loads((tmp_path / f"{name}.json").read_text()) for name in names}
     assert [name for name, result in results.items() if "error" in result] == []
-    results["machine"] = json.loads((tmp_path / "machine.json").read_text())
-    page = performance_page(results)
-    assert "Train step with replay" in page and "## Weight sync" in page
-    assert "k3 KL" in results_page(results["agreement"])
+    assert all(f"| {name} |" in run.stdout for name in names)

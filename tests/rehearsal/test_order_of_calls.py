@@ -108,7 +108,7 @@ def test_every_rank_of_a_job_trains_on_its_own_device(node, monkeypatch, tmp_pat
 
 @pytest.mark.parametrize(
     "module",
-    ["r3train.verify.topology_worker", "benchmarks.replay_overhead", "benchmarks.agreement_worker"],
+    ["r3train.verify.topology_worker", "benchmarks.replay_overhead"],
 )
 def test_every_rank_of_a_worker_has_its_own_device(module, node, monkeypatch):
     worker = importlib.import_module(module)

@@ -27,7 +27,7 @@ ELSEWHERE = {
 
 @pytest.fixture(scope="module")
 def places() -> list[str]:
-    """What ranks and servers change, by name; each meets the original that it expects."""
+    """The names that ranks and servers change; each meets the original that it expects."""
     found = []
     for who in ("ranks", "servers"):
         program = [sys.executable, "-W", "ignore", "-m", patch_list.__name__, who]
