@@ -18,7 +18,7 @@ from tests.published import RECIPES
 
 ROOT = Path(__file__).resolve().parents[2]
 STAND_INS = Path(__file__).parent / "stand_ins"
-pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+pytestmark = [pytest.mark.ranks, pytest.mark.slow, pytest.mark.timeout(1900)]
 
 # stages of twelve layers, of which all but one or two are kept whole; and the same in eight chunks
 STAGED = {

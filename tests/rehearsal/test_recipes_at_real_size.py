@@ -20,7 +20,7 @@ from tests.published import RECIPES, Recipe, write_config
 
 ROOT = Path(__file__).resolve().parents[2]
 STAND_INS = Path(__file__).parent / "stand_ins"
-pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+pytestmark = [pytest.mark.ranks, pytest.mark.slow, pytest.mark.timeout(1900)]
 
 
 def rehearsed(directory: Path, *words: str) -> dict[str, list[dict]]:
@@ -140,7 +140,6 @@ def test_a_tensor_of_another_shape_is_found(first_ranks):
     assert any("expected [2880, 5632]" in misfit for misfit in rank["misfits"])  # two widths
 
 
-@pytest.mark.timeout(1900)
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.file)
 def test_the_stages_of_a_recipe_hold_every_tensor_once(recipe, tmp_path):
     """The first rank of every stage reads all but other ranks' experts; the last that reads has the last experts."""
