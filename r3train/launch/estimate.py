@@ -1,12 +1,13 @@
 """Bytes that a run takes, from its settings and the model's config.json alone: ranks, servers, host, disk.
 
-Parameters, their shapes and who splits them are those of the family's weight table.  Nothing here was measured on
-a GPU: tests/rehearsal counts the same on Megatron's own modules, buffers and shards of the real size.
+Parameters, their shapes and who splits them are those of the family's weight table, so what a rank holds between
+microbatches is exact.  What a microbatch takes is one formula for each kind of layer.  A rank's total holds within
+15%: nothing was measured on a GPU, tests/rehearsal counts it on Megatron's own modules and schedule at real size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
 from functools import cached_property, reduce
 from math import ceil, inf, prod
@@ -16,7 +17,7 @@ from r3train.config.hf_facts import HfModelFacts, load_model_config
 from r3train.config.lora_settings import LoraSection
 from r3train.data.rotated_files import PART_BYTES
 from r3train.families import FAMILIES, weights_of
-from r3train.families.weights import OUTPUT_LAYER, ModelWeights, Sizes, Weight
+from r3train.families.weights import OUTPUT_LAYER, ModelWeights, Weight
 from r3train.launch.gpus import server_size
 from r3train.routing.layers import layers_by_stage, recomputed_moe_layers
 from r3train.types import is_checked
@@ -34,10 +35,8 @@ _WINDOW_SHARE = 0.8
 # of a record and of its two log lines, as they are and compressed: of Qwen3-30B-A3B at 16 microbatches
 _RECORD_BYTES, _RECORD_COMPRESSED = 750, 75
 _LINES_BYTES, _LINES_COMPRESSED = 300, 12
-# of the rows that a layer's experts get, at its peak next to what is kept: counted at real size
+# of the rows that a layer's experts get, at its peak next to what is kept
 _ROUTED_COPIES = 3.5
-# of a layer's input: gradients on their way through the layers, and messages of the stages on both sides
-_ON_THE_WAY = 3
 # of a parameter whose optimizer is on the host (Adam and --bf16 only): weight, moments and gradient in float32
 OFFLOADED_BYTES = 16
 
@@ -79,11 +78,11 @@ class Parameters:
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer's parameters, and numbers that it keeps of one token."""
+    """A layer's parameters, and numbers of one token: kept for the backward pass, and in a server's cache."""
 
     parameters: Parameters
-    values: int  # that its matrices take and give, of experts those as wide as an expert only
-    attended: int  # queries and keys that attention keeps next to them
+    mixer: float  # kept by attention, a delta net or a Mamba mixer
+    mlp: float  # kept by a dense MLP, and by experts that every token passes
     keys: int  # of the key-value cache, which servers split
     latent: int  # of latent attention's cache, of which each GPU has all
 
@@ -127,47 +126,26 @@ class Model:
         return Parameters(**found)
 
     def _layer(self, table: ModelWeights, layer_id: int) -> Layer:
-        weights, values, topk = table.layer_weights(layer_id), 0, self.hf.num_experts_per_tok
-        rows: dict[str, int] = {}  # of attention's tensors
+        weights = table.layer_weights(layer_id)
+        rows: dict[str, int] = {}  # of the tensors, by their names behind the layer's
+        kept = {"mixer": 0.0, "mlp": 0.0}
         for weight in weights:
+            part = "mlp" if weight.name.startswith("mlp.") else "mixer"
             for tensor, shape in zip(weight.disk, table.shapes_of(weight)):
-                rows[tensor.name.removeprefix("self_attn.").removeprefix("mixer.")] = shape[0]
-                if not weight.columns:  # vectors keep nothing
-                    continue
-                if (
-                    weight.is_expert
-                ):  # a token's input of all its experts counts once, with what is sent
-                    values += topk * (sum(shape[-2:]) - self.hf.hidden_size)
-                else:
-                    values += sum(shape[:2])
-        keys = rows.get("k_proj.weight", 0) + rows.get("v_proj.weight", 0)
-        return Layer(
-            self._parameters(weights, table.layer_prefix(layer_id)),
-            *(values, _attended(rows, table.sizes), keys, rows.get("kv_a_proj_with_mqa.weight", 0)),
-        )
+                rows[tensor.name.partition(".")[2]] = shape[0]
+                if weight.columns and not weight.is_expert:  # a matrix keeps its input and output
+                    kept[part] += sum(shape)
+        latent = rows.get("kv_a_proj_with_mqa.weight", 0)
+        query, keys = (rows.get(f"{name}_proj.weight", 0) for name in "qk")
+        if not latent:
+            # queries and keys as normed and as turned; of a delta net or a Mamba mixer what convolution and scan make
+            kept["mixer"] += 2 * (query + keys)
+            kept["mixer"] += 1.5 * sum(n for name, n in rows.items() if "in_proj" in name)
+        parameters = self._parameters(weights, table.layer_prefix(layer_id))
+        return Layer(parameters, **kept, keys=keys + rows.get("v_proj.weight", 0), latent=latent)
 
 
 _NONE = Parameters()
-
-
-def _attended(rows: Mapping[str, int], sizes: Sizes) -> int:
-    """Numbers of queries and keys that attention keeps next to its matrices' outputs; rows: of its tensors.
-
-    A delta net has a query and a key for each head of values, its output, that of its norm, and a triangular matrix of
-    each chunk of 64 tokens.  A Mamba mixer has what it convolved, the output of its scan and of its norm.  A norm of each head keeps as many; one over all heads keeps float32 too.  Of its 5
-    numbers one is fitted: with 4 a rank of MiniMax-M2 took more than its estimate.
-    """
-    if "linear_attn.A_log" in rows:
-        return sizes["linear_heads"] * (2 * sizes["linear_key"] + 2 * sizes["linear_value"] + 64)
-    if "A_log" in rows:
-        return rows["conv1d.bias"] + 2 * rows["norm.weight"]
-    if "k_proj.weight" not in rows:  # of MLA's low ranks
-        return 0
-    queries, keys = rows["q_proj.weight"], rows["k_proj.weight"]
-    norm = rows.get("q_norm.weight")
-    if norm is None:
-        return queries + keys
-    return (queries + keys) * (5 if norm == queries else 2)
 
 
 @dataclass(frozen=True)
@@ -190,16 +168,9 @@ class StageRanks:
     """Bytes of each rank of one pipeline stage; the ranks of a stage hold alike."""
 
     ranks: range
-    layers: tuple[int, ...]  # 1-based
     held: Held
-    activations: float  # of the microbatches in flight, all the time
-    layer: float  # one layer's backward pass, with its forward pass where it is recomputed
-    logits: float  # and the loss, whose backward pass is over before that of a layer begins
+    passes: float  # at the peak of forward and backward passes
     update: float  # buckets of a weight update, when those of passes are gone
-
-    @property
-    def passes(self) -> float:
-        return self.activations + max(self.layer, self.logits)
 
     @property
     def total(self) -> float:
@@ -231,15 +202,11 @@ def stages(config: RunConfig, model: Model, world_size: int) -> list[StageRanks]
         is_last = number == pp - 1
         layers = tuple(layer for chunk in chunks for layer in chunk)
         parameters = model.of_stage(layers, is_first=number == 0, is_last=is_last)
-        kept, layer = activation_bytes(config, model, number, chunks, has_head=is_last)
         found.append(
             StageRanks(
                 ranks=range(number * each, (number + 1) * each),
-                layers=layers,
                 held=_held(config, parameters, world_size),
-                activations=kept,
-                layer=layer,
-                logits=logits_bytes(config, model.hf.vocab_size) if is_last else 0.0,
+                passes=pass_bytes(config, model, number, chunks, has_head=is_last),
                 update=min(update, model.total.total * value_bytes(config)),
             )
         )
@@ -316,72 +283,57 @@ def logits_bytes(config: RunConfig, vocab_size: int) -> float:
     return width * (rows * value_bytes(config) + copies * at_once * 4)
 
 
-def activation_bytes(
+def pass_bytes(
     config: RunConfig,
     model: Model,
     stage: int,
     chunks: Sequence[tuple[int, ...]],
     *,
     has_head: bool,
-) -> tuple[float, float]:
-    """Bytes that autograd keeps of the microbatches in flight on a rank of this stage, and those of one layer.
+) -> float:
+    """Bytes that forward and backward passes take on a rank of this stage, at their peak.
 
-    A layer that is recomputed keeps its input only; its matrices' are there one such layer at a time, with what
-    its backward pass makes.  Attention keeps no scores.  The head's input is gathered from the tensor ranks.
+    Of the microbatches in flight each layer keeps what ``layer_bytes`` says, or its input where it is recomputed.
+    Next to that is one layer (or those recomputed at once) in its backward pass, or before it the loss.  Modules
+    that are recomputed (selective) count as kept.
     """
-    parallel, settings, tokens = config.parallel, config.model, config.trainer.max_tokens_per_gpu
-    tp, width = parallel.tensor_model_parallel_size, model.hf.hidden_size * value_bytes(config)
-    layer_input = tokens / tp * width
-    sizes = {layer: layer_bytes(config, model, layer) for chunk in chunks for layer in chunk}
-    whole = {layer: of_it for layer, (of_it, _) in sizes.items()}
-    made = max((in_passing for _, in_passing in sizes.values()), default=0.0)
-    kept, at_once = 0.0, 0.0
+    settings, parallel = config.model, config.parallel
+    rows = config.trainer.max_tokens_per_gpu / parallel.tensor_model_parallel_size
+    layer_input = rows * model.hf.hidden_size * value_bytes(config)
+    sizes = {n: layer_bytes(config, model, n) for chunk in chunks for n in chunk}
+    at_once = max((passing for _, passing in sizes.values()), default=0.0)
+    count, kept = settings.recompute_num_layers or 1, 0.0
+    is_full = settings.recompute_granularity == "full"
+    is_uniform = is_full and settings.recompute_method == "uniform"
+    if is_full:
+        at_once += max(size for size, _ in sizes.values()) * (count if is_uniform else 1)
     for chunk in chunks:
-        if has_head and chunk is chunks[-1]:  # earlier stages free their output after sending
-            kept += layer_input
-        if settings.recompute_granularity == "full":
-            count = settings.recompute_num_layers or 1
-            if settings.recompute_method == "uniform":
-                kept += ceil(len(chunk) / count) * layer_input
-                at_once = max(at_once, count * max((whole[n] for n in chunk), default=0.0))
-                continue
-            again, others = chunk[:count], sum(whole[n] for n in chunk[count:])
-            kept += len(again) * layer_input + others
-            # after the others, of which nothing is left then
-            at_once = max(at_once, max((whole[n] for n in again), default=0.0) - others)
-        else:  # modules that are recomputed (selective) are counted as if they were kept
-            kept += sum(whole[n] for n in chunk)
-    kept = kept * _in_flight(config, stage) + _ON_THE_WAY * layer_input
-    if has_head and tp > 1:
-        kept += tokens * width
-    # rotary positions of MLA: each layer makes its own, and 32 of them stay (Megatron-Core 0.19.2, get_emb)
-    latent = [n for n in whole if model.layers[n - 1].latent]
-    if latent:
-        kept += len(latent[:32]) * tokens * model.table.sizes["rope"] * 4
-    return kept, at_once + made
+        if is_uniform:
+            kept += ceil(len(chunk) / count) * layer_input
+            continue
+        again = chunk[:count] if is_full else ()
+        kept += len(again) * layer_input + sum(sizes[n][0] for n in chunk[len(again) :])
+    logits = logits_bytes(config, model.hf.vocab_size) if has_head else 0.0
+    return kept * _in_flight(config, stage) + 3 * layer_input + max(at_once, logits)
 
 
-def layer_bytes(config: RunConfig, model: Model, layer: int) -> tuple[float, float]:
-    """Return one layer's bytes (1-based): saved for its backward pass, and temporary.
+def layer_bytes(config: RunConfig, model: Model, number: int) -> tuple[float, float]:
+    """Return one layer's bytes (1-based): kept of a microbatch for its backward pass, and temporary in that pass.
 
-    Temporary: gradients of gate and up, or copies of rows on their way to their experts and back, or what the
-    backward pass of experts makes, whose own width may be several times that of the model: of down the gradients of its output,
-    its input and all its weights here; then that of gate and up, when down's input is gone.
+    Attention keeps no scores.  Experts get equally many rows, and keep their input, gate, up and activation, with the
+    steps between that no kernel fuses.  The router keeps logits, scores and probabilities in float32.
     """
-    hf, sizes, value = model.hf, model.table.sizes, value_bytes(config)
-    rows = config.trainer.max_tokens_per_gpu / config.parallel.tensor_model_parallel_size
-    kept = rows * (model.layers[layer - 1].values + model.layers[layer - 1].attended) * value
-    if layer not in hf.moe_layer_numbers:
+    hf, parallel, value = model.hf, config.parallel, value_bytes(config)
+    layer, sizes = model.layers[number - 1], model.table.sizes
+    rows = config.trainer.max_tokens_per_gpu / parallel.tensor_model_parallel_size
+    kept = rows * (layer.mixer + layer.mlp) * value
+    if number not in hf.moe_layer_numbers:
         return kept, rows * 2 * sizes["mlp"] * value
-    kept += rows * hf.num_experts * 3 * 4  # router logits, scores and probabilities in float32
-    routed, expert = rows * hf.num_experts_per_tok * value, sizes["expert"]
-    etp = config.parallel.expert_tensor_parallel_size
-    gathered = etp * hf.hidden_size  # ranks that split an expert have each other's rows
-    kept += routed * (gathered + FAMILIES[hf.model_type].activation_steps * expert)
-    down = hf.num_experts * expert * hf.hidden_size * value
-    down /= config.parallel.expert_model_parallel_size * etp
-    of_experts = max(routed * (expert + gathered) + down, routed * 2 * expert)
-    return kept, max(routed * _ROUTED_COPIES * gathered, of_experts)
+    routed = rows * hf.num_experts_per_tok * value
+    width = parallel.expert_tensor_parallel_size * hf.hidden_size  # ranks of an expert share rows
+    steps = 3 + FAMILIES[hf.model_type].activation_steps
+    kept += routed * (width + steps * sizes["expert"]) + rows * hf.num_experts * 3 * 4
+    return kept, routed * _ROUTED_COPIES * width
 
 
 def _in_flight(config: RunConfig, stage: int) -> float:

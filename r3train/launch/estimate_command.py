@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shlex
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
 
 import click
 
 from r3train.config import RunConfig
 from r3train.config.hf_facts import read_hf_facts
 from r3train.config.options import parse_train_flags, usage_errors
-from r3train.config.sources import ConfigError
+from r3train.config.sources import ConfigError, flag_name
 from r3train.families.checks import check_family
 from r3train.families.published import config_directory
 from r3train.launch.estimate import (
@@ -32,6 +34,7 @@ from r3train.launch.topologies import MARGIN, Fit, fullest_rank, search
 # of an H100 with 80 GB
 _GPU_GB = 80.0
 _SHOWN = 5
+_WIDTH = 78  # columns of a line, behind the "# " of a dry run
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
@@ -49,8 +52,9 @@ def estimate(
     """Say what a run of RECIPE will hold, from config.json alone, and which topologies fit.
 
     RECIPE is a TOML file or a recipe's bare name, such as qwen3_30b_a3b; FLAGS (--lora-rank and others) are
-    train_async.py's.  It reads no weights, tokenizer or prompts, asks no server, and needs no GPU.  Exit code: 0 if a
-    topology fits, 1 if none does, 2 wrong usage.
+    train_async.py's.  The bytes of a rank hold within 15%.  The last lines are a command to paste: a dry run of
+    RECIPE with the flags of the topology that is recommended.  It reads no weights, tokenizer or prompts, asks no
+    server, and needs no GPU.  Exit code: 0 if a topology fits, 1 if none does, 2 wrong usage.
     """
     with usage_errors():
         given = ["--config", str(recipe_path(recipe)), *flags]
@@ -61,10 +65,72 @@ def estimate(
         gpu_bytes = (gpu_memory_gb or config.run.gpu_memory_gb or _GPU_GB) * GIGA
         model, notes = find_model(config)
         fits, is_fit = _search(config, model, world_size, gpu_bytes)
-        lines = [*notes, *_lines(config, model, world_size, gpu_bytes, fits if is_fit else [])]
+        lines = [
+            *_wrapped(notes),
+            *_lines(config, model, world_size, gpu_bytes, fits if is_fit else []),
+        ]
     click.echo("\n".join(lines))
     if not is_fit:
-        raise click.ClickException(nothing_fits(world_size, gpu_bytes, fits[0]))
+        message = _wrapped([_nothing_fits(world_size, gpu_bytes, fits[0])])
+        raise click.ClickException("\n".join(message))
+    start = [f"r3train train --config {shlex.quote(recipe)}", *map(shlex.quote, flags)]
+    if world_size != config.run.world_size:
+        start.append(f"--world-size {world_size}")
+    start.append("--dry-run --estimate")
+    click.echo(f"to go on with {fits[0].name}:")
+    click.echo(_pasted([*start, *topology_flags(config, fits[0].config)]))
+
+
+def topology_flags(given: RunConfig, found: RunConfig) -> list[str]:
+    """Return the flags that make the topology of ``found`` out of the configuration ``given``."""
+    words = []
+    for section in ("parallel", "model", "trainer"):
+        before, after = getattr(given, section), getattr(found, section)
+        for name in type(after).model_fields:
+            value = getattr(after, name)
+            if value == getattr(before, name):
+                continue
+            if name == "optimizer_overrides":
+                words += _optimizer_flags(getattr(before, name), value)
+            elif isinstance(value, bool):
+                words.append(f"--{'' if value else 'no-'}{flag_name(name)[2:]}")
+            else:
+                words.append(f"{flag_name(name)} {'none' if value is None else value}")
+    return words
+
+
+def _optimizer_flags(before: dict[str, object], after: dict[str, object]) -> list[str]:
+    switched_off = {name: False for name in before if name not in after and before[name] is True}
+    changed = {name: value for name, value in after.items() if before.get(name) != value}
+    return [
+        f"--optimizer-override {name}={str(value).lower()}"
+        for name, value in (switched_off | changed).items()
+    ]
+
+
+def _pasted(parts: Sequence[str]) -> str:
+    """Return a command for a shell, its parts over lines of ``_WIDTH``."""
+    lines = [f"  {parts[0]}"]
+    for part in parts[1:]:
+        if len(lines[-1]) + len(part) + 3 <= _WIDTH:
+            lines[-1] += f" {part}"
+        else:
+            lines.append(f"    {part}")
+    return " \\\n".join(lines)
+
+
+def _wrapped(lines: Iterable[str]) -> Iterator[str]:
+    """Yield the lines, those wider than ``_WIDTH`` over several."""
+    for line in lines:
+        indent = line[: len(line) - len(line.lstrip())]
+        yield from textwrap.wrap(
+            line.lstrip(),
+            _WIDTH,
+            initial_indent=indent,
+            subsequent_indent=f"{indent}  ",
+            break_on_hyphens=False,
+            break_long_words=False,
+        )
 
 
 def find_model(config: RunConfig) -> tuple[Model, list[str]]:
@@ -89,10 +155,10 @@ def dry_run_lines(
     model, notes = find_model(config)
     fullest_rank(config, model, world_size)
     fits, is_fit = _search(config, model, world_size, gpu_bytes)
-    yield from notes
+    yield from _wrapped(notes)
     yield from _lines(config, model, world_size, gpu_bytes, fits if is_fit else [], longest_prompt)
     if not is_fit:
-        yield nothing_fits(world_size, gpu_bytes, fits[0])
+        yield from _wrapped([_nothing_fits(world_size, gpu_bytes, fits[0])])
 
 
 def _search(
@@ -112,7 +178,7 @@ def _shared(config: RunConfig, gpu_bytes: float) -> float:
     return server_fraction(config, gpu_bytes) * gpu_bytes if shares else 0.0
 
 
-def nothing_fits(world_size: int, gpu_bytes: float, smallest: Fit) -> str:
+def _nothing_fits(world_size: int, gpu_bytes: float, smallest: Fit) -> str:
     """Return the line that says by how much the smallest topology is too large."""
     return (
         f"nothing fits {world_size} GPUs of {gpu_bytes / GIGA:,.0f} GB: the smallest needs"
@@ -129,57 +195,53 @@ def _lines(
     fits: list[Fit],
     longest_prompt: int | None = None,
 ) -> Iterator[str]:
-    total, hf = model.total, model.hf
-    yield (
-        f"{hf.model_type}: {total.total / GIGA:,.1f} billion parameters, {total.expert / GIGA:,.1f} of"
+    total, rows = model.total, [_HEAD]
+    text = [
+        f"{model.hf.model_type}: {total.total / GIGA:,.1f} billion parameters, {total.expert / GIGA:,.1f} of"
         f" experts, {amount(total.total * value_bytes(config))} of weights"
         + (f"; {total.adapters / GIGA:,.2f} billion of adapters" if config.lora.enabled else "")
-    )
-    rows = [_HEAD]
+    ]
     try:
-        own = fullest_rank(config, model, world_size)
+        given = fullest_rank(config, model, world_size)
     except ConfigError as error:
-        yield from (f"this recipe's topology: {line}" for line in str(error).splitlines())
+        text += [f"this recipe's topology: {line}" for line in str(error).splitlines()]
     else:
         for stage in stages(config, model, world_size):
-            rows.append(_row("this recipe", own, stage, gpu_bytes))
-        fits = [fit for fit in fits if fit.name != own.name]
+            rows.append(_row("recipe", given, stage, gpu_bytes))
+        fits = [fit for fit in fits if fit.name != given.name]
     rows += [_row("fits", fit, fit.fullest, gpu_bytes) for fit in fits]
-    yield (
-        f"{world_size} GPUs of {gpu_bytes / GIGA:,.0f} GB ({amount(gpu_bytes)}) train; GiB per rank,"
-        " estimated, nothing of it measured (r3train docs gpus):"
+    text.append(
+        f"{world_size} GPUs of {gpu_bytes / GIGA:,.0f} GB ({amount(gpu_bytes)}) train; GiB per rank, not measured,"
+        " estimated within 15% (r3train docs gpus):"
     )
+    yield from _wrapped(text)
     widths = [max(map(len, column)) for column in zip(*rows)]
     for row in rows:
         words = (f"{word:{'<' if i < 3 else '>'}{widths[i]}}" for i, word in enumerate(row))
-        yield f"  {'  '.join(words)}"
-    yield (
-        f"  assumed: microbatches of {config.trainer.max_tokens_per_gpu:,} tokens per rank (--max-tokens-per-gpu),"
-        " of as many in all in the others; experts chosen alike, attention that keeps no scores; CUDA, NCCL and"
-        " fragments on top, 2 to 6 GiB"
+        yield "  ".join(words)
+    assumed = (
+        "  held: weights, gradients and optimizer between microbatches; host: its memory for each rank; assumed:"
+        f" microbatches of {config.trainer.max_tokens_per_gpu:,} tokens per rank (--max-tokens-per-gpu), of as many"
+        " in all in the others; experts chosen alike, attention that keeps no scores; CUDA, NCCL and fragments on"
+        " top, 2 to 6 GiB"
     )
-    yield from _elsewhere(config, model, world_size)
+    yield from _wrapped([assumed, *_elsewhere(config, model, world_size)])
     if config.has_engines:
-        yield from _server_lines(config, model, gpu_bytes, longest_prompt)
+        yield from _wrapped(_server_lines(config, model, gpu_bytes, longest_prompt))
 
 
-_HEAD = (
-    *("", "topology", "ranks", "weights", "gradients", "optimizer", "activations", "peak"),
-    *("of a GPU", "on the host"),
-)
+_HEAD = ("", "topology", "ranks", "held", "peak", "GPU", "host")
 
 
 def _row(mark: str, fit: Fit, stage: StageRanks, gpu_bytes: float) -> tuple[str, ...]:
-    held, total = stage.held, stage.total
+    """Return the cells of a row, in GiB but for the peak's part of a GPU."""
+    held = stage.held
     host = held.offloaded + held.reference
     if fit.config.rollout.colocate:  # while servers generate
         host += held.weights + held.optimizer
-    sizes = (held.weights, held.gradients, held.optimizer, total - held.rank, total)
-    return (
-        *(mark, fit.name, f"{stage.ranks[0]} to {stage.ranks[-1]}"),
-        *(f"{size / 2**30:,.1f}" for size in sizes),
-        *(f"{total / gpu_bytes:.0%}", f"{host / 2**30:,.1f}"),
-    )
+    held_gib, peak, on_host = (f"{n / 2**30:,.1f}" for n in (held.rank, stage.total, host))
+    ranks = f"{stage.ranks[0]}-{stage.ranks[-1]}"
+    return mark, fit.name, ranks, held_gib, peak, f"{stage.total / gpu_bytes:.0%}", on_host
 
 
 def _elsewhere(config: RunConfig, model: Model, world_size: int) -> Iterator[str]:

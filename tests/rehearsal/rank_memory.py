@@ -4,7 +4,7 @@
 
 Model, forward step, loss, Megatron's schedule and the step of the optimizer are production's, on the meta device;
 JSON are settings of the configuration.  Other stages send nothing: what comes from them is a new tensor.  Kernels
-are those of ``layer_memory``.  Every stage gets one microbatch more than there are stages, of interleaved chunks twice
+are those of ``meta_kernels``.  Every stage gets one microbatch more than there are stages, of interleaved chunks twice
 as many as stages, all of them full.
 """
 
@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from tests.rehearsal.layer_memory import Dispatcher, Kernel, install  # first: it adapts Megatron
+from tests.rehearsal.meta_kernels import Dispatcher, Kernel, install  # first: it adapts Megatron
 from tests.rehearsal.loss_memory import slice_of
 from tests.rehearsal.real_size import META, Places, built_rank, step
 

@@ -8,11 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from r3train.config.trainer_settings import TrainerSection
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 1 << 30
 QWEN3_VOCAB = 151936
+pytestmark = pytest.mark.slow
 
 
 def peaks(directory: Path, *words: int) -> list[dict[str, dict[str, float]]]:

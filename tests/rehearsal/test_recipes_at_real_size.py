@@ -12,16 +12,15 @@ import pytest
 
 from r3train.config import RunConfig
 from r3train.config.hf_facts import HfModelFacts, read_hf_facts
-from r3train.families import has_linear_attention, tensor_names
+from r3train.families import tensor_names
 from r3train.families.published import PUBLISHED
 from r3train.launch import estimate
-from r3train.launch.estimate import Model, StageRanks, layer_bytes, logits_bytes, stages
+from r3train.launch.estimate import Model, StageRanks, stages
 from tests.published import RECIPES, Recipe, write_config
-from tests.rehearsal.test_memory_of_the_loss import GIB, peaks
 
 ROOT = Path(__file__).resolve().parents[2]
 STAND_INS = Path(__file__).parent / "stand_ins"
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.slow, pytest.mark.timeout(1900)]
 
 
 def rehearsed(directory: Path, *words: str) -> dict[str, list[dict]]:
@@ -90,9 +89,6 @@ def test_the_first_rank_of_every_recipe_holds_its_part_of_the_model(first_ranks,
             check_rank(rank, recipe, hf)
 
 
-HELD = ("weights", "gradients", "optimizer", "offloaded")
-
-
 def model_of(recipe: Recipe) -> Model:
     return Model(read_hf_facts(PUBLISHED / recipe.model))
 
@@ -104,22 +100,22 @@ def estimated(rank: dict, recipe: Recipe) -> StageRanks:
     return found[rank["stage"]]
 
 
-def off(ranks: dict[str, list[dict]]) -> dict[tuple, tuple]:
-    """Bytes estimated, and bytes that were counted, where these are not within a tenth of one another."""
-    pairs = {
-        (recipe.file, rank["rank"], what): (getattr(paper.held, what), rank[what])
-        for recipe in RECIPES
-        for rank in ranks[ranks_of(recipe)]
-        for paper in [estimated(rank, recipe)]
-        for what in HELD
-    }
-    assert len(pairs) > 4 * len(RECIPES)
-    return {key: pair for key, pair in pairs.items() if pair[0] != pytest.approx(pair[1], rel=0.1)}
+def held_wrong(ranks: dict[str, list[dict]]) -> list[tuple[str, int]]:
+    """Ranks that hold, here or on the host, more than a tenth more or less than is estimated."""
+    found = []
+    for recipe in RECIPES:
+        for rank in ranks[ranks_of(recipe)]:
+            held = estimated(rank, recipe).held
+            here = rank["weights"] + rank["gradients"] + rank["optimizer"]
+            pair = held.rank, held.offloaded
+            if pair != pytest.approx((here, rank["offloaded"]), rel=0.1):
+                found.append((recipe.file, rank["rank"]))
+    return found
 
 
 def test_the_estimate_is_what_the_ranks_of_each_stage_hold(first_ranks):
     """Weights, gradients and optimizer, here and on the host, as Megatron's own buffers and shards hold them."""
-    assert not off(first_ranks)
+    assert not held_wrong(first_ranks)
 
 
 def test_a_step_of_the_optimizer_makes_less_in_passing_than_a_microbatch(first_ranks):
@@ -136,51 +132,7 @@ def test_wrong_bytes_of_a_parameter_are_seen(wrong, first_ranks, monkeypatch):
     monkeypatch.setattr(
         estimate, "optimizer_bytes", lambda *given: [a + b for a, b in zip(rule(*given), wrong)]
     )
-    assert off(first_ranks)
-
-
-@pytest.mark.timeout(900)
-def test_a_layer_on_paper_is_what_it_takes_at_its_peak(tmp_path):
-    """A layer of each kind, forward and backward, on Transformer Engine's shape: within a tenth."""
-    report = tmp_path / "report.json"
-    command = [sys.executable, "-W", "ignore", "-m", "tests.rehearsal.layer_memory", str(report)]
-    stand_ins = str(Path(__file__).parent / "stand_ins")
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": stand_ins}
-    files = [recipe.file for recipe in RECIPES]
-    done = subprocess.run([*command, *files], cwd=ROOT, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    counted, ratios = json.loads(report.read_text()), {}
-    for recipe in RECIPES:
-        config = RunConfig.from_toml(recipe.path)
-        model = model_of(recipe)
-        hf = model.hf
-        layers = {}
-        for layer, traits in enumerate(model.table.traits, start=1):
-            kind = "experts" if "sparse" in traits else "dense"
-            is_linear = has_linear_attention(hf.model_type) and "linear" in traits
-            layers.setdefault(f"{kind} of a delta net" if is_linear else kind, layer)
-        assert counted[recipe.file].keys() == layers.keys()
-        for kind, layer in layers.items():
-            on_paper = sum(layer_bytes(config, model, layer))
-            ratios[recipe.file, kind] = on_paper / counted[recipe.file][kind]
-    assert 0.9 < min(ratios.values()) and max(ratios.values()) < 1.1, ratios
-
-
-def test_logits_on_paper_are_what_the_loss_takes_at_its_peak(tmp_path):
-    """Of the recipes with the fewest and the most logits, without and with entropy: within a tenth."""
-    logits = {}
-    for recipe in RECIPES:
-        config = RunConfig.from_toml(recipe.path)
-        vocab = model_of(recipe).hf.vocab_size
-        logits[logits_bytes(config, vocab)] = config, vocab
-    for config, vocab in (logits[min(logits)], logits[max(logits)]):
-        tp, rows = config.parallel.tensor_model_parallel_size, config.trainer.max_tokens_per_gpu
-        (counted,) = peaks(tmp_path, tp, rows, vocab, config.trainer.log_probs_chunk_size)
-        for entropy, names in ((0.0, ("log-probs", "loss")), (0.01, ("loss with entropy",))):
-            most = max(cases[name] for cases in counted.values() for name in names)
-            algorithm = config.algorithm.model_copy(update={"entropy_coef": entropy})
-            on_paper = logits_bytes(config.model_copy(update={"algorithm": algorithm}), vocab) / GIB
-            assert 0.9 < on_paper / most < 1.1, (rows, vocab, names, on_paper, most)
+    assert held_wrong(first_ranks)
 
 
 def test_a_tensor_of_another_shape_is_found(first_ranks):
@@ -188,8 +140,6 @@ def test_a_tensor_of_another_shape_is_found(first_ranks):
     assert any("expected [2880, 5632]" in misfit for misfit in rank["misfits"])  # two widths
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1900)
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.file)
 def test_the_stages_of_a_recipe_hold_every_tensor_once(recipe, tmp_path):
     """The first rank of every stage reads all but other ranks' experts; the last that reads has the last experts."""

@@ -88,7 +88,7 @@ def test_evidence_without_room_on_disk_is_known_before_it_is_written(kind, free,
 def rank_of(gib: float) -> StageRanks:
     """A rank that holds so much, and nothing of a microbatch."""
     held = Held(gib * GIB, 0, 0, reference=0, offloaded=0)
-    return StageRanks(range(8), (1,), held, activations=0, layer=0, logits=0, update=0)
+    return StageRanks(range(8), held, passes=0, update=0)
 
 
 @pytest.mark.parametrize("rank_gib, level", [(81, PROBLEM), (75, WARNING), (60, OK)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 
@@ -12,8 +13,9 @@ from click.testing import CliRunner
 from r3train.cli import main
 from r3train.config import RunConfig
 from r3train.config.hf_facts import read_hf_facts
+from r3train.config.options import parse_train_flags
 from r3train.families.published import PUBLISHED
-from r3train.launch import topologies
+from r3train.launch import estimate_command, topologies
 from r3train.launch.estimate import Model
 from r3train.config.recipes import recipe_path
 from r3train.launch.topologies import fullest_rank, search
@@ -43,30 +45,63 @@ def test_a_bare_name_and_two_numbers_are_enough():
     lines = output.splitlines()
     assert "models/Qwen3-30B-A3B: not here; Qwen3-30B-A3B's published config.json" in lines[0]
     assert "30.5 billion parameters, 29.0 of experts, 56.9 GiB of weights" in lines[1]
-    (own,) = [line.split() for line in lines if line.strip().startswith("this recipe ")]
-    assert own[2:8] == ["TP4", "EP8", "recompute", "0", "to", "7"]
-    assert own[-3:] == ["68.3", "92%", "0.0"]
-    fits = [line for line in lines if line.strip().startswith("fits ")]
+    (given,) = [line.split() for line in lines if line.startswith("recipe ")]
+    assert given[1:5] == ["TP4", "EP8", "recompute", "0-7"]
+    assert given[-3:] == ["68.2", "92%", "0.0"]
+    fits = [line for line in lines if line.startswith("fits ")]
     assert 1 <= len(fits) <= 5 and not any(" TP4 EP8 recompute  " in line for line in fits)
-    for text in (
+    text = " ".join(output.split())
+    for part in (
         "routes on the host of rank 0: 384 B",
         "evidence on disk",
         "each server, of 2 GPUs",
+        "estimated within 15%",
     ):
-        assert text in output
+        assert part in text
+    assert max(map(len, lines)) <= 80
+
+
+@pytest.mark.parametrize(
+    "words, best",
+    [
+        (["qwen3_30b_a3b", "--gpus", "8"], "TP8 EP8 recompute"),
+        # recomputation and the optimizer's place are taken back
+        (["qwen3_30b_a3b_two_nodes", "--gpus", "8", "--lora-rank", "32"], "TP4 EP2"),
+        (["minimax_m2", "--gpus", "32"], "offload"),
+    ],
+)
+def test_the_command_to_go_on_with_makes_the_topology_that_is_recommended(words, best):
+    output = run(*words)
+    assert max(map(len, output.splitlines())) <= 80
+    name, _, command = output.partition("to go on with ")[2].partition(":\n")
+    assert best in name
+    start, *flags = shlex.split(command.replace("\\\n", " "))
+    assert [start, flags.pop(0)] == ["r3train", "train"]
+    pasted = parse_train_flags(flags, prog_name="train")
+    given = ["--config", str(recipe_path(words[0])), *words[3:]]
+    config = parse_train_flags(given, prog_name="estimate")
+    assert pasted.run.dry_run and pasted.run.world_size
+    model, _ = estimate_command.find_model(pasted)
+    again = fullest_rank(pasted, model, pasted.run.world_size)
+    assert again.name == name
+    most = 0.9 * 80e9
+    (fit,) = search(config, model, pasted.run.world_size, most, 1)
+    assert pasted.parallel == fit.config.parallel and again.fullest == fit.fullest
 
 
 def test_a_topology_that_the_recipe_cannot_have_is_named_and_others_are_found():
     output = run("qwen3_30b_a3b", "--gpus", 4, "--gpu-memory-gb", 80, "--lora-rank", 32)
     assert "this recipe's topology: world size 4 is not a multiple of" in output
-    assert "1.69 billion of adapters" in output and "this recipe " not in output
-    assert "  fits  TP4 EP4 " in output
+    assert "1.69 billion of adapters" in " ".join(output.split()) and "recipe  " not in output
+    assert "fits  TP4 EP4 " in output
 
 
 def test_where_nothing_fits_the_smallest_is_named():
     output = run("qwen3_30b_a3b", "--gpus", 8, "--gpu-memory-gb", 24, code=1)
-    assert "Error: nothing fits 8 GPUs of 24 GB: the smallest needs 23.0 GiB per rank" in output
-    assert "(TP8 EP8 recompute offload)" in output and "  fits " not in output
+    said = " ".join(output.split())
+    assert "Error: nothing fits 8 GPUs of 24 GB: the smallest needs 22.9 GiB per rank" in said
+    assert "(TP8 EP8 recompute offload)" in said and "\nfits " not in output
+    assert "to go on with" not in output
 
 
 def test_mistakes_are_wrong_usage(tmp_path):

@@ -1,21 +1,13 @@
-"""Peak bytes of one layer's forward and backward at a recipe's real size, counted of tensors without content.
+"""Kernels and a dispatcher for tensors without content: what each keeps for the backward pass, and makes in passing.
 
-    PYTHONPATH=tests/rehearsal/stand_ins python -m tests.rehearsal.layer_memory REPORT RECIPE ...
-
-The layers are Megatron's on Transformer Engine's shape, on the meta device, as a checkpoint computes one of them
-again.  Kernels that are fused on CUDA are one step here too: they keep what those keep for the backward pass, and
-make no copies in between.  Experts get equally many rows.
+Kernels that are fused on CUDA are one step here too: they make no copies in between.  Experts get equally many rows.
 """
 
 from __future__ import annotations
 
-import json
-import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
-from tests.rehearsal.real_size import META, built_rank  # first: it adapts Megatron to a CPU
+from tests.rehearsal.real_size import META  # first: it adapts Megatron to a CPU
 
 import torch
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
@@ -23,11 +15,7 @@ from megatron.core.transformer import mlp
 from megatron.core.transformer.moe import experts
 from transformer_engine import pytorch as te
 
-from r3train.config import RunConfig
-from r3train.config.hf_facts import read_hf_facts
 from r3train.cpu import linear_attention
-from tests.published import RECIPES, Recipe, shapes_of, write_config
-from tests.rehearsal.loss_memory import Account
 
 
 class Kernel(torch.autograd.Function):
@@ -193,58 +181,3 @@ def install() -> None:
     linear_attention.l2norm, linear_attention.causal_conv1d = of_length_one, convolved
     linear_attention.chunk_gated_delta_rule = delta_rule
     GatedDeltaNet._apply_gated_norm = gated_norm
-
-
-def peak(layer: torch.nn.Module, rows: int, config: Any) -> int:
-    """Bytes at the peak next to the layer's weights and its input."""
-    shape = rows, 1, config.hidden_size
-    hidden = torch.empty(shape, dtype=torch.bfloat16, device=META, requires_grad=True)
-    account = Account()
-    account.were_there(layer.parameters())
-    with account:
-        out = layer(hidden, attention_mask=None)
-        out = out[0] if isinstance(out, tuple) else out
-        gradient = torch.empty_like(out)
-        out.backward(gradient)
-    return account.peak
-
-
-def measure(recipe: Recipe) -> dict[str, Any]:
-    """Peaks by kind of layer, of rank 0."""
-    with tempfile.TemporaryDirectory() as scratch:
-        directory = Path(scratch) / recipe.model
-        write_config(directory, recipe.model)
-        shapes, hf = shapes_of(directory), read_hf_facts(directory)
-        alone = {"overlap_param_gather": False, "overlap_grad_reduce": False}
-        given = {"hf_checkpoint": str(directory), "attention_backend": "te", **alone}
-        config = RunConfig.from_toml(recipe.path, given)
-        found = {}
-        with built_rank(recipe, 0, config, hf, shapes) as (built, _):
-            p = config.parallel
-            rows = config.trainer.max_tokens_per_gpu // p.tensor_model_parallel_size
-            for layer in built.unwrapped[0].decoder.layers:
-                is_sparse = hasattr(layer.mlp, "router")
-                kind = "experts" if is_sparse else "dense"
-                kind += " of a delta net" if hasattr(layer.self_attention, "A_log") else ""
-                if kind in found:
-                    continue
-                if is_sparse:
-                    local = hf.num_experts // p.expert_model_parallel_size
-                    layer.mlp.token_dispatcher = Dispatcher(built.config, local)
-                for parameter in layer.parameters():
-                    parameter.register_post_accumulate_grad_hook(dropped)
-                found[kind] = peak(layer, rows, built.config)
-        return found
-
-
-def dropped(parameter: torch.nn.Parameter) -> None:
-    parameter.grad = None
-
-
-if __name__ == "__main__":
-    install()
-    found = {}
-    for word in sys.argv[2:]:
-        (recipe,) = (r for r in RECIPES if r.file == word)
-        found[word] = measure(recipe)
-    Path(sys.argv[1]).write_text(json.dumps(found))
