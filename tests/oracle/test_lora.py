@@ -654,8 +654,6 @@ def test_every_bug_of_adapters_is_planted_here():
 
     mine = {bug.name for bug in planted_by("tests/oracle/test_lora.py")}
     assert mine <= {*CAUGHT, *ELSEWHERE} and {*ELSEWHERE} <= mine
-    page = PAGE.with_name("planted_bugs.md").read_text(encoding="utf-8")
-    assert all(f"| `{bug}` |" in page for bug in {*CAUGHT, *ELSEWHERE})
 
 
 def experts_alone(directory: Path, bug: str | None) -> dict[str, Any]:

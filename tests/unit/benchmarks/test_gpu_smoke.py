@@ -18,8 +18,6 @@ from r3train.cli import SUBCOMMANDS
 from r3train.config.options import parse_train_flags
 from r3train.launch.gpus import server_gpus
 
-PAGE = Path(__file__).parents[3] / "docs/gpu.md"
-
 
 def test_without_a_gpu_every_step_says_not_run(monkeypatch, capsys):
     monkeypatch.setattr(gpu_smoke, "gpu_names", list)
@@ -71,14 +69,6 @@ def test_one_gpu_runs_a_job_its_evidence_figures_variants_and_topologies(tmp_pat
     ran = [o.step.name for o in gpu_smoke.outcomes(steps, 1, tmp_path) if o.word == "passed"]
     assert ran[3:6] == ["colocated", "colocated_evidence", "replay_overhead"], ran
     assert ran[6:] == ["rollout_rate", "adapters", "optimizer", "topologies"], ran
-
-
-def test_the_page_lists_the_steps_in_their_order():
-    rows = [
-        f"| {step.name} | {step.num_gpus} | `{step.command}` | {step.proves} |"
-        for step in gpu_smoke.STEPS
-    ]
-    assert "\n".join(rows) in PAGE.read_text(encoding="utf-8"), "\n".join(rows)
 
 
 @pytest.mark.parametrize("step", gpu_smoke.STEPS, ids=lambda step: step.name)
