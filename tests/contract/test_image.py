@@ -64,13 +64,11 @@ def test_transformer_engine_looks_for_cudnn_where_pip_has_put_it():
     assert "\nexport CUDNN_HOME=$packages/nvidia/cudnn " in installation
 
 
-def test_every_container_may_lock_memory_and_the_pages_say_what_several_nodes_need():
-    pages = [DOCKERFILE, ROOT / "docs/start/installation.md", ROOT / "docs/run/gpus.md"]
+def test_every_container_that_a_page_starts_may_lock_memory():
+    pages = [DOCKERFILE, *(ROOT / "docs").rglob("*.md")]
     lines = [line for page in pages for line in page.read_text().splitlines()]
     starts = [line for line in lines if "docker run --rm" in line]
-    assert len(starts) == 4
+    assert starts
     for line in starts:
         for flag in ("--gpus all", "--ipc=host", "--ulimit memlock=-1", "--ulimit stack=67108864"):
             assert flag in line, line
-    for page in pages[:2]:
-        assert "--device /dev/infiniband --cap-add IPC_LOCK" in page.read_text()

@@ -1,8 +1,8 @@
-"""A proxy before a real server that tells lies about some answers, and remembers what the server said.
+"""A proxy before a real server that tells lies about some answers, or holds some requests back.
 
-It counts the rollouts' ``/generate`` requests from 0; ``lie(n)`` names what becomes of answer n, None for the
-truth.  ``LIES`` are to be refused, of ``HARMLESS`` the truth can be read.  A lie that an answer does not allow
-(a token after the last of one) is told of the next one that does.
+It counts the rollouts' ``/generate`` requests from 0 and remembers what the server said; ``lie(n)`` names what
+becomes of answer n, None for the truth.  ``LIES`` are to be refused, of ``HARMLESS`` the truth can be read.  A
+lie that an answer does not allow (a token after the last of one) is told of the next one that does.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import copy
 import gzip
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ from tests.http_serving import serving
 from tests.wire_encoding import sent_ids, text_of
 
 EOS = 1  # of the demo's model
-LAYER_SLOTS = 2  # experts of a token in one layer of it
+FAR_EXPERT = 1_000_000
 Answer = dict[str, Any]
 Lie = Callable[[Answer], Any]  # changes the answer; False where it cannot
 
@@ -128,6 +129,18 @@ def swapped_ids(answer: Answer) -> Any:
     if len(ids) < 2 or ids[0] == ids[1]:
         return False
     ids[0], ids[1] = ids[1], ids[0]
+
+
+@lie
+def another_token(answer: Answer) -> Any:
+    """A token that the log-probs are not of."""
+    answer["output_ids"][0] += 1
+
+
+@lie
+def fewer_log_probs(answer: Answer) -> Any:
+    """The last log-prob is missing."""
+    answer["meta_info"]["output_token_logprobs"].pop()
 
 
 @lie
@@ -240,7 +253,7 @@ def routes_zero(answer: Answer) -> Any:
 def routes_far(answer: Answer) -> Any:
     """An expert that no layer has."""
     ids = _routes(answer)
-    ids[-1] = 1_000_000
+    ids[-1] = FAR_EXPERT
     _put_routes(answer, ids)
 
 
@@ -324,9 +337,19 @@ for status in (429, 502, 503, 504):
         status=status, text="busy", headers={"Retry-After": "0"}
     )
 
-# told by the proxy itself: it has another request's answer for each
-OF_ANOTHER = ("duplicate", "swap")
-EVERY_LIE = (*LIES, *RAW, *OF_ANOTHER)
+# told by the proxy itself: another request's answer, and a body that ends before its Content-Length says
+EVERY_LIE = (*LIES, *RAW, "duplicate", "swap", "cut")
+# one of each kind of damage that a network or a server does
+DAMAGES = (
+    "cut",
+    "half",
+    "routes_cut",
+    "routes_far",
+    "routes_twice",
+    "fewer_log_probs",
+    "another_token",
+    "meta_no_weight_versions",
+)
 
 
 def _keys_twice(answer: Answer) -> bytes:
@@ -345,30 +368,46 @@ HARMLESS: dict[str, Callable[[Answer], web.Response]] = {
 SLOW = "slow"
 
 
+@dataclass(frozen=True)
+class Told:
+    """One answer: when it was told, the request, what the server said, and the kind of lie or None."""
+
+    at: float
+    asked: dict[str, Any]
+    truth: Answer
+    kind: str | None
+
+    @property
+    def sample(self) -> int:
+        """The id of the sample that was asked for."""
+        return int(self.asked["rid"].split("-")[2])
+
+
 @dataclass
 class Record:
-    """Orders to a liar, and its record: (request, what the server said, kind or None) of each answer."""
+    """Orders to a liar, and its record.  ``delay_s(n)`` is the wait before request n."""
 
     lie: Callable[[int], str | None] = lambda n: None
-    told: list[tuple[dict[str, Any], Answer, str | None]] = field(default_factory=list)
+    delay_s: Callable[[int], float] = lambda n: 0.0
+    told: list[Told] = field(default_factory=list)
     count: int = 0
 
     def kinds(self) -> set[str]:
         """The kinds that were told."""
-        return {kind for *_, kind in self.told if kind is not None}
+        return {told.kind for told in self.told if told.kind is not None}
 
-    def lies(self) -> int:
-        """Answers that had to be refused."""
-        return sum(kind in EVERY_LIE for *_, kind in self.told)
+    def lies(self) -> list[Told]:
+        """Answers that had to be refused, in order."""
+        return [told for told in self.told if told.kind in EVERY_LIE]
 
-    def truths(self) -> dict[int, tuple[dict[str, Any], Answer]]:
-        """By sample: its request and what the server said, of answers in which the truth could be read."""
-        found: dict[int, tuple[dict[str, Any], Answer]] = {}
-        for body, answer, kind in self.told:
-            if kind not in EVERY_LIE:
-                sample = int(body["rid"].split("-")[2])
+    def truths(self) -> dict[int, Told]:
+        """By sample: the answer in which the truth could be read; each sample has one at most."""
+        found: dict[int, Told] = {}
+        for told in self.told:
+            if told.kind not in EVERY_LIE:
+                sample = told.sample
                 assert sample not in found, f"sample {sample} was asked for again after a truth"
-                found[sample] = body, answer
+                found[sample] = told
         return found
 
 
@@ -381,18 +420,20 @@ class _Liar:
         self._waiting: tuple[asyncio.Future[Answer], Answer] | None = None
 
     async def forward(self, request: web.Request) -> web.StreamResponse:
-        body = await request.read()
+        body, record, number = await request.read(), self._record, None
+        asked = json.loads(body) if request.path == "/generate" else {}
+        rid = asked.get("rid") or ""
+        # texts that are rechecked pass untouched and uncounted, and so do probes
+        if rid.count("-") >= 3 and rid.split("-")[2].isdigit():
+            number, record.count = record.count, record.count + 1
+            await asyncio.sleep(record.delay_s(number))
         url = f"http://{self._upstream}{request.path_qs}"
         headers = {"Content-Type": "application/json"} if body else {}
         async with self._session.request(request.method, url, data=body, headers=headers) as answer:
             said, status, kind = await answer.read(), answer.status, answer.content_type
-        asked = json.loads(body) if request.path == "/generate" else {}
-        rid = asked.get("rid") or ""
-        # texts that are rechecked pass untouched and uncounted, and so do probes
-        if status != 200 or not (rid.count("-") >= 3 and rid.split("-")[2].isdigit()):
+        if number is None or status != 200:
             return web.Response(body=said, status=status, content_type=kind)
-        number, self._record.count = self._record.count, self._record.count + 1
-        return await self._tell(request, asked, json.loads(said), self._record.lie(number))
+        return await self._tell(request, asked, json.loads(said), record.lie(number))
 
     async def _tell(
         self, request: web.Request, asked: dict[str, Any], truth: Answer, kind: str | None
@@ -403,14 +444,14 @@ class _Liar:
             self._owed.append(kind)
             kind, answer = await self._first_owed(before, truth)
         answer = truth if answer is None else answer
-        self._record.told.append((asked, truth, kind))
+        self._record.told.append(Told(time.monotonic(), asked, truth, kind))
         raw_answer = json.dumps(answer).encode()
         if kind in RAW:
             return RAW[kind](raw_answer, answer)
         if kind in HARMLESS:
             return HARMLESS[kind](answer)
-        if kind == SLOW:
-            return await self._slowly(request, raw_answer)
+        if kind in (SLOW, "cut"):
+            return await self._in_parts(request, raw_answer, cut=kind == "cut")
         return web.Response(body=raw_answer, content_type="application/json")
 
     async def _first_owed(
@@ -446,13 +487,16 @@ class _Liar:
         self._waiting = None
         return None
 
-    async def _slowly(self, request: web.Request, body: bytes) -> web.StreamResponse:
+    async def _in_parts(self, request: web.Request, body: bytes, cut: bool) -> web.StreamResponse:
+        """The body in five parts, of which the connection carries two if it is to be cut."""
         response = web.StreamResponse()
-        response.content_length = len(body)
+        response.content_length, size = len(body), 1 + len(body) // 5
         await response.prepare(request)
-        for first in range(0, len(body), 1 + len(body) // 5):
-            await response.write(body[first : first + 1 + len(body) // 5])
-            await asyncio.sleep(0.1)
+        for first in range(0, 2 * size if cut else len(body), size):
+            await response.write(body[first : first + size])
+            await asyncio.sleep(0.0 if cut else 0.1)
+        if cut:
+            request.transport.close()
         return response
 
 

@@ -17,7 +17,7 @@ from tests.e2e.accounts import (
     trained_samples,
 )
 from tests.e2e.live_jobs import output, pointer, running, steps_done, wait_for
-from tests.e2e.meddling_proxy import FAR_EXPERT, SPOILERS, Meddling, meddling_proxy
+from tests.e2e.lying_proxy import DAMAGES, FAR_EXPERT, lying_proxy, Record
 
 pytestmark = pytest.mark.e2e
 
@@ -26,8 +26,8 @@ def test_bad_answers_now_and_then_are_asked_for_again_and_counted(tmp_path, tiny
     """Every sixth answer is spoiled, in each way there is; the prompt file changes meanwhile."""
     prompts, run_dir = tmp_path / "prompts.jsonl", tmp_path / "run"
     shutil.copy(tiny_flags[tiny_flags.index("--prompt-data") + 1], prompts)
-    meddling = Meddling(lambda n: SPOILERS[n // 6 % len(SPOILERS)] if n % 6 == 4 else None)
-    with meddling_proxy(engine, meddling) as proxy:
+    record = Record(lambda n: DAMAGES[n // 6 % len(DAMAGES)] if n % 6 == 4 else None)
+    with lying_proxy(engine, record) as proxy:
         flags = [*tiny_flags, *jobs.R3_FLAGS, *jobs.NO_CANARIES, "--num-rollout", "6"]
         flags += ["--prompt-data", str(prompts)]
         flags += ["--rollout-external-engine-addrs", proxy, "--check-weight-update-equal"]
@@ -37,8 +37,8 @@ def test_bad_answers_now_and_then_are_asked_for_again_and_counted(tmp_path, tiny
             with prompts.open("a") as file:
                 file.write(json.dumps({"prompt": "one more", "label": "x"}) + "\n")
             assert job.wait(timeout=200) == 0, output(run_dir)
-    spoiled = meddling.spoiled()
-    assert len(spoiled) >= 16 and set(spoiled) == set(SPOILERS)
+    spoiled = record.lies()
+    assert len(spoiled) >= 16 and record.kinds() == set(DAMAGES)
     metrics = jobs.Job(0, "", run_dir).metrics()
     assert [m.get("r3/passed") for m in metrics] == [True, True, True, None, True, None]
     assert [m.get("r3/unchecked") for m in metrics] == [None, None, None, True, None, True]
@@ -49,8 +49,7 @@ def test_bad_answers_now_and_then_are_asked_for_again_and_counted(tmp_path, tiny
     assert metrics[0]["faults/bad_answers"] < len(spoiled), "counted as they came"
     assert sorted(trained_samples(audited([run_dir]))) == list(range(6 * 16))
     # what came whole is what was trained: each sample was told untouched exactly once
-    good = [rid.split("-")[2] for _, rid, how in meddling.told if how is None]
-    assert len(good) == len(set(good)) == 6 * 16
+    assert len(record.truths()) == 6 * 16
     # both sides' waits are accounted for
     assert all(0 <= m["perf/train_wait_share"] <= 1 for m in metrics)
     assert all(0 <= m["perf/rollout_idle_share"] <= 1 for m in metrics)
@@ -61,7 +60,7 @@ def test_bad_answers_now_and_then_are_asked_for_again_and_counted(tmp_path, tiny
 @pytest.mark.parametrize(
     "spoiler, delay_s, got, expected",
     [
-        ("far_expert", 0.0, str(FAR_EXPERT), "expert"),
+        ("routes_far", 0.0, str(FAR_EXPERT), "expert"),
         # slower than a step: found when the update waits for requests, not when training does
         ("cut", 1.0, "the body ended after", "expected"),
     ],
@@ -74,11 +73,11 @@ def test_answers_that_stay_bad_end_the_job_with_their_cause_and_a_checkpoint(
     flags += ["--save", str(checkpoint)]
     flags += ["--auto-resume", "--dump-rollouts"]
     first_bad = 40  # in the middle of the third rollout
-    meddling = Meddling(
+    record = Record(
         lambda n: spoiler if n >= first_bad else None,
         lambda n: delay_s if n >= first_bad else 0.0,
     )
-    with meddling_proxy(engine, meddling) as proxy:
+    with lying_proxy(engine, record) as proxy:
         failed = jobs.run(tmp_path / "failed", *flags, "--rollout-external-engine-addrs", proxy)
     assert failed.code == 1, failed.output
     text = " ".join(failed.output.split())
@@ -90,8 +89,8 @@ def test_answers_that_stay_bad_end_the_job_with_their_cause_and_a_checkpoint(
         assert "perf/published_bytes" not in failed.metrics()[-1], "it failed in the update"
     # no complete sample is lost: each is trained, or in the checkpoint
     kept = buffered_samples(checkpoint, done)
-    times = [at for at, _, how in meddling.told if how is not None]
-    complete = meddling.samples_told(until=times[0])
+    first = record.lies()[0].at
+    complete = {sample for sample, told in record.truths().items() if told.at < first}
     assert len(complete) >= 30 and kept
     assert complete <= set(trained_samples(audited([failed.run_dir]))) | set(kept)
     # and none is generated or trained again

@@ -43,8 +43,9 @@ def kinds_in_turn():
     return {n: next(kinds) if n % 2 else None for n in range(20_000)}.get
 
 
-def is_what_the_server_said(sample, asked, said, shape):
+def is_what_the_server_said(sample, told, shape):
     """True if the trained sample is the answer, to the last bit."""
+    asked, said = told.asked, told.truth
     meta, tokens = said["meta_info"], [*asked["input_ids"], *said["output_ids"]]
     scored = np.array([entry[0] for entry in meta["output_token_logprobs"]], np.float32)
     rows = decode_routed_experts(
@@ -75,14 +76,14 @@ def test_no_lie_is_trained_and_the_run_goes_on(tmp_path, tiny, tiny_flags, engin
     assert not untold, f"{untold} were never told"
     metrics = job.metrics()
     assert len(metrics) == STEPS and all(m["r3/passed"] is True for m in metrics)
-    assert metrics[-1]["faults/bad_answers"] == record.lies() > STEPS * PER_STEP / 2
+    assert metrics[-1]["faults/bad_answers"] == len(record.lies()) > STEPS * PER_STEP / 2
     assert audit_run(job.run_dir).verdict == "passed"
     # each sample is the one answer in which the server's own words could be read
     truths, samples = record.truths(), dumped_samples(job.run_dir, range(STEPS))
     assert sorted(samples) == sorted(trained_samples(audited([job.run_dir])))
     assert len(samples) == STEPS * PER_STEP
     false = [
-        i for i, sample in samples.items() if not is_what_the_server_said(sample, *truths[i], shape)
+        i for i, sample in samples.items() if not is_what_the_server_said(sample, truths[i], shape)
     ]
     assert not false, f"samples {false} are not what the server said"
 

@@ -28,7 +28,7 @@ from tests.e2e.accounts import (
     trained_samples,
 )
 from tests.e2e.live_jobs import output, pointer, running, scheduler, steps_done, wait_for
-from tests.e2e.meddling_proxy import SPOILERS, Meddling, meddling_proxy
+from tests.e2e.lying_proxy import DAMAGES, lying_proxy, Record
 
 pytestmark = pytest.mark.e2e
 
@@ -81,16 +81,16 @@ def test_answers_in_segments_of_which_some_are_spoiled_leave_every_row_in_its_pl
 ):
     """Three requests per sample, every sixth answer spoiled, in each way there is."""
     run_dir = tmp_path / "run"
-    meddling = Meddling(lambda n: SPOILERS[n // 6 % len(SPOILERS)] if n % 6 == 4 else None)
-    with meddling_proxy(engine, meddling) as proxy:
+    record = Record(lambda n: DAMAGES[n // 6 % len(DAMAGES)] if n % 6 == 4 else None)
+    with lying_proxy(engine, record) as proxy:
         job = jobs.run(
             run_dir,
             *(*tiny_flags, *STORES, "--rollout-segment-len", "3", "--num-rollout", "3"),
             *("--rollout-external-engine-addrs", proxy, "--max-bad-answers", "9"),
         )
     assert job.code == 0, job.output
-    spoiled = meddling.spoiled()
-    assert len(spoiled) >= 16 and set(spoiled) == set(SPOILERS)
+    spoiled = record.lies()
+    assert len(spoiled) >= 16 and record.kinds() == set(DAMAGES)
     metrics = job.metrics()
     assert metrics[-1]["faults/bad_answers"] == len(spoiled)
     assert all(m["r3/passed"] is True and m["perf/route_wire_bytes_rank0"] == 0 for m in metrics)
@@ -117,8 +117,8 @@ def test_a_job_that_ends_over_bad_answers_keeps_its_buffers_rows_and_resumes_wit
     flags = [*tiny_flags, *STORES, "--num-rollout", "5", "--save", str(checkpoint), "--auto-resume"]
     flags += ["--save-interval", "1"]  # each reads the buffer's rows from the stores
     first_bad = 40  # in the middle of the third rollout
-    meddling = Meddling(lambda n: "fewer_routes" if n >= first_bad else None)
-    with meddling_proxy(engine, meddling) as proxy:
+    record = Record(lambda n: "routes_cut" if n >= first_bad else None)
+    with lying_proxy(engine, record) as proxy:
         failed = jobs.run(tmp_path / "failed", *flags, "--rollout-external-engine-addrs", proxy)
     assert failed.code == 1, failed.output
     text = " ".join(failed.output.split())

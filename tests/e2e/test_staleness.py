@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from tests.e2e import jobs
-from tests.e2e.meddling_proxy import Meddling, meddling_proxy
+from tests.e2e.lying_proxy import lying_proxy, Record
 
 pytestmark = pytest.mark.e2e
 
@@ -33,8 +33,8 @@ def test_no_sample_is_older_than_allowed_though_requests_are_slow(
     staleness, tmp_path, tiny_flags, engine
 ):
     """One request in eleven takes a second more, which is several steps."""
-    meddling = Meddling(delay_s=lambda n: 1.0 if n % 11 == 3 else 0.0)
-    with meddling_proxy(engine, meddling) as proxy:
+    record = Record(delay_s=lambda n: 1.0 if n % 11 == 3 else 0.0)
+    with lying_proxy(engine, record) as proxy:
         job = jobs.run(
             tmp_path / "run",
             *tiny_flags,

@@ -1,4 +1,4 @@
-"""The model family of docs/guide/extending.md is the one in the code, and the page leaves out no place of it."""
+"""The model family of docs/guide/extending.md is the one in the code, and a family is in one file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_the_pages_code_is_the_codes():
         assert code in (ROOT / file).read_text(), f"{file}:\n{code}"
 
 
-def test_the_page_names_every_file_of_the_package_in_which_the_family_is():
+def test_a_family_is_in_the_file_that_the_page_shows():
     named = {file for file, _ in BLOCKS}
     found = subprocess.run(
         ["grep", "-rliw", "--include=*.py", "-e", "olmoe", "r3train"],
@@ -35,7 +35,6 @@ def test_the_page_names_every_file_of_the_package_in_which_the_family_is():
     # text and sizes of a layer that it shares with MiniMax-M2
     shared = ("trainer/megatron/layers/whole_width_norm.py",)
     assert set(found) - named <= {f"r3train/{file}" for file in shared}
-    assert all(Path(file).name in PAGE for file in shared)
 
 
 def test_without_its_file_the_family_is_refused_with_the_way_to_this_page(tmp_path, monkeypatch):
