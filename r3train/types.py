@@ -143,15 +143,6 @@ class RouteShape:
         raise ValueError(f"num_experts is {self.num_experts}: routes hold at most 65535 experts")
 
     @property
-    def output_layer(self) -> int:
-        """The layer number of sampling masks in the evidence: L + 1, after the decoder's layers."""
-        return self.num_layers + 1
-
-    def indexer_layer(self, layer_number: int) -> int:
-        """The layer number of a decoder layer's indexer in the evidence: L + 1 more than the layer's."""
-        return self.output_layer + layer_number
-
-    @property
     def missing(self) -> int:
         """The value of a slot that the engine did not report, 255 or 65535."""
         return missing_marker(self.dtype)
@@ -181,6 +172,14 @@ class RowClass(IntEnum):
 
 # of a row of a sample that was read from a file without classes
 UNKNOWN_CLASS = 255
+
+
+# a kind of choice that servers record and the trainer replays
+StreamName = Literal["routes", "sampling_mask", "indexer"]
+ROUTES: StreamName = "routes"
+SAMPLING_MASK: StreamName = "sampling_mask"
+INDEXER: StreamName = "indexer"
+SAMPLING_MASK_LAYER = 1  # the number of their only layer, which is the model's output
 
 
 @dataclass(frozen=True, slots=True)
@@ -449,11 +448,8 @@ LayerNumber = Annotated[int, Meta(ge=1, le=1 << 12)]
 # a weight version, -1 where it is not known
 Version = Annotated[int, Meta(ge=-1, le=1 << 31)]
 ReplayPass = Literal["old_log_prob", "ref_log_prob", "train"]
-# ..._backward: a recomputation; sampling_mask: sampling masks applied to the logits of a microbatch; indexer_...: the
-# tokens that an indexer chose
-ReplayStage = Literal[
-    "replay_forward", "replay_backward", "sampling_mask", "indexer_forward", "indexer_backward"
-]
+# ..._backward: a recomputation
+ReplayStage = Literal["replay_forward", "replay_backward"]
 
 
 def next_checked(rollout_id: int, interval: int) -> int:
@@ -489,16 +485,14 @@ class ReplayEvidence:
     A sum is of calls in which nothing is wrong (see ``proof.judge.sums_of``): its counts and its
     fingerprint are theirs together, and its microbatch is the first of theirs.
 
-    A record of stage sampling_mask is one application of sampling masks to logits.  Its layer is
-    ``RouteShape.output_layer``.  A row is replayed if only its sampling masks were left, filled if its label
-    is nobody's draw, native if a sampled label has no sampling mask, and duplicate if its label was not
+    A record of stream sampling_mask is one application of sampling masks to logits.  A row is replayed if only its
+    sampling masks were left, filled if its label is nobody's draw, native if a sampled label has no sampling mask, and duplicate if its label was not
     among them.  ``replay_idx_sum`` is the number of sampling masks that were served, ``map_sum`` that of the
     tokens that were left.  rows_equal: the trainer's own likeliest tokens, as many as were kept, are the
     same set; rows_mismatch: its likeliest token was not kept.
 
-    A record of stage indexer_forward or indexer_backward is one call of a layer's sparse attention; its layer is
-    ``RouteShape.indexer_layer``, its top-k ``index_topk``.  A row is replayed if the rollout has its choice.  A real row
-    without one, most of them because all of its tokens are chosen, is filled.  ``replay_idx_sum`` and ``map_sum``
+    A record of stream indexer is one call of a layer's sparse attention; its top-k is ``index_topk``.  A row is
+    replayed if the rollout has its choice.  A real row without one, most of them because all of its tokens are chosen, is filled.  ``replay_idx_sum`` and ``map_sum``
     are the numbers of tokens that replayed rows were to have and had.  rows_mismatch: the trainer's own choice has no
     more tokens in common with the replayed one than a random one would have on average, K * K / (p + 1).
 
@@ -508,6 +502,7 @@ class ReplayEvidence:
     step: Amount  # the rollout_id
     rank: Rank  # of the whole job
     replay_pass: ReplayPass
+    stream: StreamName
     stage: ReplayStage
     vp_stage: Amount  # model chunk of the rank, from 0
     microbatch_id: Amount

@@ -43,13 +43,12 @@ from r3train.proof.judge import (
     agreement_shares,
     Cell,
     Failure,
-    INDEXERS,
+    FORWARD,
     judge,
     misaligned,
     native,
     own_choices,
-    ROUTERS,
-    SAMPLING_MASK,
+    STREAMS,
     StepTotals,
     StepVerdict,
 )
@@ -64,7 +63,7 @@ from r3train.proof.writer import (
     SERVED_FILE,
     STEPS_FILE,
 )
-from r3train.types import next_checked, RouteShape
+from r3train.types import next_checked, ROUTES, RouteShape
 
 _CONFIG_FILE = "config.toml"
 _RANK_FILE = re.compile(r"rank_([0-9]{5,7})\.", re.ASCII)
@@ -119,7 +118,7 @@ class _Step:
     @property
     def own_choice(self) -> dict[int, dict[str, int]]:
         """The counters by layer where the routers' own choice is compared with the routes."""
-        return own_choices(self.totals, self.line, ROUTERS[0])
+        return own_choices(self.totals, self.line)
 
     @property
     def lost(self) -> bool:
@@ -140,8 +139,7 @@ class _Step:
             "got": shown(f.got),
             "expected": f"{'' if exact else 'at most '}{shown(f.expected)}",
         }
-        place = (f.replay_pass, f.stage, f.layer_number)
-        return self.finding(claim, f.what.rstrip(","), *place, **values)
+        return self.finding(claim, f.what.rstrip(","), *_cell(f), **values)
 
 
 class _RunAudit:
@@ -175,7 +173,7 @@ class _RunAudit:
         self._largest_gap = 0.0  # mean of a server's canaries
         self._has_canaries: dict[str, bool] = {}  # by start
         self._rows_expected = 0
-        self._further: Counter[str] = Counter()  # replayed rows of stages other than routers'
+        self._replayed: Counter[str] = Counter()  # replayed rows by stream
         self._own_choice: dict[int, Counter[str]] = {}  # by layer, see ``_Step.own_choice``
         self._last: StepLine | None = None
 
@@ -232,9 +230,8 @@ class _RunAudit:
         sessions = StepReader(self._steps_file.with_name(CUSTODY_FILE), SESSIONS)
         canaries = StepReader(self._steps_file.with_name(SERVED_FILE), CANARIES)
         for place, line in enumerate(islice(self._verdicts(), len(self._place_of)), start=1):
-            shape = RouteShape(
-                max(line.expected_fingerprints, default=0), line.topk, line.num_experts
-            )
+            layers = [max(stream.fingerprints, default=0) for stream in line.streams.values()]
+            shape = RouteShape(max(layers), line.topk, line.num_experts)
             totals = StepTotals(shape)
             for rank, file in files.items():
                 for record in self._of_step(file, place):
@@ -330,10 +327,11 @@ class _RunAudit:
             return
         self._last = line
         self._sums.update(verdict.counts)
-        self._rows_expected += sum(line.expected_rows_replayed.values())
+        self._rows_expected += sum(
+            sum(stream.rows_replayed.values()) for stream in line.streams.values()
+        )
         for cell in step.totals.cells:
-            if cell[1] not in ROUTERS:
-                self._further[cell[1]] += step.totals.counters(cell)["rows_replayed"]
+            self._replayed[cell[1]] += step.totals.counters(cell)["rows_replayed"]
         for layer, values in step.own_choice.items():
             self._own_choice.setdefault(layer, Counter()).update(values)
         self._add_rechecked(step)
@@ -415,7 +413,7 @@ class _RunAudit:
             return
         found = {f.layer_number for f in self.audit.findings if f.claim == "agreement"}
         layers = dict(sorted(self._own_choice.items()))
-        place = native(self._last.passes), ROUTERS[0]
+        place = native(self._last.passes), ROUTES, FORWARD
         for layer, values in layers.items():
             if layer not in found and (beaten := beaten_by(values)):
                 what, *counts = beaten
@@ -445,8 +443,7 @@ class _RunAudit:
             audit.numbers = {
                 "steps": len(self._latest),
                 "ranks": len(self._ranks),
-                "rows_of_sampling_mask": self._further[SAMPLING_MASK],
-                "rows_of_indexer": sum(self._further[stage] for stage in INDEXERS),
+                **{f"rows_of_{name}": self._replayed[name] for name in STREAMS if name != ROUTES},
                 "rechecked": dict(self._rechecked),
                 **({"rows_by_class": dict(self._classes)} if self._classes else {}),
                 **({"custody": dict(self._sessions)} if CUSTODY in audit.claims else {}),
@@ -555,13 +552,13 @@ def _contradictions(step: _Step, *, by_own: bool) -> Iterator[Finding]:
 
 
 def _cell(f: Failure) -> Cell:
-    return f.replay_pass, f.stage, f.layer_number
+    return f.replay_pass, f.stream, f.stage, f.layer_number
 
 
 def _claim_of(f: Failure) -> str:
     if f.what == "rows_current_mismatch":
         return "agreement"
-    further = f.stage not in ROUTERS and f.what in _APPLIED_FURTHER
+    further = f.stream != ROUTES and f.what in _APPLIED_FURTHER
     return "applied" if further or f.what in _APPLIED else "covered"
 
 

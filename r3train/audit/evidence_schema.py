@@ -27,15 +27,14 @@ from r3train.proof.judge import (
     Custody,
     EVIDENCE_VERSION,
     Failure,
-    INDEXERS,
     Sampling,
-    SAMPLING_MASK,
     Served,
+    STAGES,
     StepExpectation,
 )
 from r3train.proof.recheck_verdict import RecheckRecord
 from r3train.proof.served_verdict import ServedRecord
-from r3train.types import Fingerprint, ReplayEvidence, ReplayPass
+from r3train.types import Fingerprint, INDEXER, ReplayEvidence, ReplayPass, ROUTES
 
 _HEX = re.compile(r"0x[0-9a-f]{1,16}", re.ASCII)
 _PLACE = re.compile(r" - at `\$\.([\w/]+)`$")
@@ -79,12 +78,9 @@ class ServedLine(ServedRecord):
 
 
 class StepLine(StepExpectation, frozen=True, kw_only=True):
-    """One line of ``steps.jsonl``: the run's own verdict on a step, and all that it was judged by.
+    """One line of ``steps.jsonl``: the run's own verdict on a step, and all that it was judged by."""
 
-    version: the first evidence of version 1 does not name it.
-    """
-
-    version: int = 1
+    version: int
     attempt: Attempt = ""
     passed: bool
     passes: Annotated[list[ReplayPass], Meta(min_length=1)]
@@ -107,19 +103,29 @@ class StepLine(StepExpectation, frozen=True, kw_only=True):
             raise ValueError(
                 f"topk is {self.topk}, expected at most {self.num_experts}, the experts"
             )
-        layers, passes = set(self.expected_fingerprints), set(self.expected_calls)
-        stages = [stage for of in self.expected_calls.values() for stage in of.items()]
-        keys = {"passes": passes, "expected_rows_current": passes}
-        keys |= dict.fromkeys(("expected_rows_replayed", "expected_rows_filled"), layers)
-        if any(stage == SAMPLING_MASK for stage, _ in stages):
-            keys["expected_masks_current"] = passes
-        if any(stage in INDEXERS for stage, _ in stages) and self.expected_rows_implied is None:
-            raise ValueError("expected_calls has indexers, and expected_rows_implied is missing")
-        for name, expected in keys.items():
-            if (got := set(getattr(self, name) or ())) != expected:
-                raise ValueError(f"{name} is of {sorted(got)}, expected {sorted(expected)}")
-        if unknown := {layer for _, of in stages for layer in of} - layers:
-            raise ValueError(f"expected_calls has layers {sorted(unknown)} without fingerprint")
+        if ROUTES not in self.streams:
+            raise ValueError("streams has no routes")
+        for name, stream in self.streams.items():
+            layers, passes = set(stream.fingerprints), set(self.passes)
+            keys = {
+                "calls": (stream.calls, passes),
+                "rows_current": (stream.rows_current, passes),
+                "rows_replayed": (stream.rows_replayed, layers),
+                "rows_filled": (stream.rows_filled, layers),
+            }
+            for field, (values, expected) in keys.items():
+                if set(values) != expected:
+                    text = f"is of {sorted(values)}, expected {sorted(expected)}"
+                    raise ValueError(f"streams.{name}.{field} {text}")
+            for stages in stream.calls.values():
+                if set(stages) != set(STAGES):
+                    text = f"is of {sorted(stages)}, expected {sorted(STAGES)}"
+                    raise ValueError(f"streams.{name}.calls {text}")
+                if unknown := {layer for calls in stages.values() for layer in calls} - layers:
+                    text = f"has layers {sorted(unknown)} without fingerprint"
+                    raise ValueError(f"streams.{name}.calls {text}")
+            if name == INDEXER and stream.rows_without_choice is None:
+                raise ValueError(f"streams.{name}.rows_without_choice is missing")
 
 
 class MetricsLine(msgspec.Struct, frozen=True):
@@ -130,7 +136,7 @@ class MetricsLine(msgspec.Struct, frozen=True):
 
 
 class _Versioned(msgspec.Struct):
-    version: int | None = None
+    version: int = 1  # which its first lines do not name
 
 
 def _fingerprint(kind: type, value: Any) -> Any:
@@ -173,21 +179,18 @@ def read_lines(
 
 
 def _decoded(decoder: msgspec.json.Decoder[_LineT], line: bytes) -> _LineT:
-    unnamed = ""
     try:
         if decoder is STEPS:
             version = msgspec.json.decode(line, type=_Versioned).version
-            if version not in (None, EVIDENCE_VERSION):
-                text = f"evidence of version {version}, expected {EVIDENCE_VERSION}"
-                raise ValueError(f"{text}: judge it by the r3train that wrote it")
-            if version is None:
-                unnamed = f" (it names no version: older than {EVIDENCE_VERSION}?)"
+            if version != EVIDENCE_VERSION:
+                text = f"evidence version {version}, expected {EVIDENCE_VERSION}"
+                raise ValueError(f"{text}: judge it with the release that wrote it")
         return decoder.decode(line)
     except msgspec.ValidationError as error:
         text, place = str(error), _PLACE.search(str(error))
         if place is not None and ", got " not in text and place[1] in (line := json.loads(line)):
             text += f", got {line[place[1]]!r:.60}"
-        raise ValueError(text + unnamed) from None
+        raise ValueError(text) from None
 
 
 class StepReader(Generic[_LineT]):

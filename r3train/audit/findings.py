@@ -6,7 +6,9 @@ from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from r3train.proof.judge import place_name
 from r3train.proof.verdicts import FAILED, NO_EVIDENCE, PASSED
+from r3train.types import ROUTES
 
 RECHECK = "recheck"
 CLAIMS = ("applied", "covered", "agreement", RECHECK)
@@ -23,6 +25,7 @@ class Finding:
     what: str
     step: int | None = None
     replay_pass: str | None = None
+    stream: str | None = None
     stage: str | None = None
     layer_number: int | None = None
     got: str = ""
@@ -34,7 +37,7 @@ class Finding:
         parts = [f"start {self.attempt}"] if self.attempt else []
         parts += [] if self.step is None else [f"step {self.step}"]
         if self.replay_pass:
-            parts.append(f"{self.replay_pass}/{self.stage}")
+            parts.append(place_name(self.replay_pass, self.stream or ROUTES, self.stage))
         if self.layer_number:
             parts.append(f"layer {self.layer_number}")
         return ", ".join(parts) or "the run"

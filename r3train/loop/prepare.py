@@ -31,14 +31,18 @@ from r3train.loop.recorded import (
     decoded_sampling_mask,
     Recorded,
 )
-from r3train.proof.judge import Place, StepExpectation, expected_calls
+from r3train.proof.judge import Place, StepExpectation, StreamExpectation, expected_calls
 from r3train.routing.layers import layers_with_recomputed, recomputed_moe_layers
 from r3train.types import (
     MicroBatch,
     RankTopology,
+    INDEXER,
     RolloutSample,
+    ROUTES,
     RouteShape,
     RowClass,
+    SAMPLING_MASK,
+    SAMPLING_MASK_LAYER,
     Scored,
     TrainSample,
 )
@@ -258,10 +262,11 @@ def recorded_sampling_mask(
     samples: Sequence[TrainSample],
     steps: Sequence[StepSamples],
     num_data_ranks: int,
-    output_layer: int,
 ) -> Recorded:
-    """Take the fingerprints of the samples' sampling masks, as those of the one layer ``output_layer``."""
-    recorded, data_rank_of = Recorded(num_data_ranks, [output_layer]), data_rank_of_samples(steps)
+    """Take the fingerprints of the samples' sampling masks."""
+    recorded, data_rank_of = Recorded(num_data_ranks, [SAMPLING_MASK_LAYER]), data_rank_of_samples(
+        steps
+    )
     for sample in (s.sample for s in samples):
         data_rank = data_rank_of.get(sample.sample_id, 0)
         for position, counts, ids in decoded_sampling_mask(sample):
@@ -273,10 +278,10 @@ def recorded_indexer(
     samples: Sequence[TrainSample],
     steps: Sequence[StepSamples],
     num_data_ranks: int,
-    shape: RouteShape,
+    num_layers: int,
 ) -> Recorded:
-    """Take the fingerprints of the choices of the samples' indexers, a layer of the evidence for each decoder layer."""
-    layers = [shape.indexer_layer(number) for number in range(1, shape.num_layers + 1)]
+    """Take the fingerprints of the choices of the samples' indexers."""
+    layers = range(1, num_layers + 1)
     recorded, data_rank_of = Recorded(num_data_ranks, layers), data_rank_of_samples(steps)
     for sample in (s.sample for s in samples):
         data_rank = data_rank_of.get(sample.sample_id, 0)
@@ -284,13 +289,6 @@ def recorded_indexer(
             if len(bits):
                 recorded.add_indexer(data_rank, sample.sample_id, bits, position)
     return recorded
-
-
-def _indexers(config: RunConfig, hf: HfModelFacts) -> dict[int, bool]:
-    """The indexers by their layer in the evidence, each with True where a recomputation chooses again."""
-    again = layers_with_recomputed("core_attn", config.parallel, config.model, hf)
-    layers = range(1, hf.num_hidden_layers + 1)
-    return {hf.route_shape.indexer_layer(layer): layer in again for layer in layers}
 
 
 def _counted_versions(sample: RolloutSample, versions: np.ndarray, config: RunConfig) -> np.ndarray:
@@ -321,50 +319,54 @@ def step_expectation(
 
     samples: as the rollout left them; num_microbatches: of one rank, over all optimizer steps.
     """
-    fresh, kept, masks_current = config.rollout.fresh_prefixes, None, None
-    versions = [row_versions(s.sample, fresh_prefixes=fresh) for s in samples]
+    bare = [scored.sample for scored in samples]
+    num_rows = sum(sample.num_tokens for sample in bare)
+    versions = [row_versions(s, fresh_prefixes=config.rollout.fresh_prefixes) for s in bare]
+    unknown = [rows_never_computed(sample) for sample in bare]
+    num_ranks = topologies[0].dp_size
+    # a layer is called once per microbatch on each rank of its stage
+    num_calls = num_microbatches * (len(topologies) // topologies[0].pp_size)
+    streams: dict[StreamName, StreamExpectation] = {}
+    by_rank: list[dict[StreamName, dict[int, int]]] = [{} for _ in range(num_ranks)]
+
+    def expect(
+        stream: StreamName,
+        found: Recorded,
+        versions: Sequence[np.ndarray],
+        rows_without_choice: int | None,
+        recomputed: Collection[int] = (),
+    ) -> None:
+        layers, whole = found.layers.tolist(), found.whole_rows.sum(axis=0)
+        streams[stream] = StreamExpectation(
+            fingerprints=dict(zip(layers, found.fingerprints.sum(axis=0).tolist())),
+            rows_replayed=dict(zip(layers, whole.tolist())),
+            rows_filled=dict(zip(layers, (num_rows - whole).tolist())),
+            rows_without_choice=rows_without_choice,
+            rows_current=_rows_current(rollout_id, versions, config, passes),
+            calls=expected_calls(layers, num_calls, passes, recomputed),
+        )
+        for fingerprints, local in zip(by_rank, found.fingerprints, strict=True):
+            fingerprints[stream] = dict(zip(layers, local.tolist()))
+
+    recomputed = recomputed_moe_layers(config.parallel, config.model, hf)
+    expect(ROUTES, recorded, versions, sum(unknown), set(recomputed))
     if config.rollout.replays_sampling_mask:
-        output_layer = hf.route_shape.output_layer
-        kept = recorded_sampling_mask(samples, steps, topologies[0].dp_size, output_layer)
-        sampled = [s.sample.weight_versions[s.sample.mask_counts > 0] for s in samples]
-        masks_current = _rows_current(rollout_id, sampled, config, passes)
-    of_all = recorded if kept is None else recorded.beside(kept)
-    chosen = implied = None
+        sampled = [s.weight_versions[s.mask_counts > 0] for s in bare]
+        expect(SAMPLING_MASK, recorded_sampling_mask(samples, steps, num_ranks), sampled, None)
     if (topk := replayed_index_topk(config, hf)) is not None:
-        chosen = recorded_indexer(samples, steps, topologies[0].dp_size, hf.route_shape)
-        of_all = of_all.beside(chosen)
-        # the first rows, of whose tokens all are chosen, and the last, which nobody computed
-        never = [(s.sample.num_tokens, rows_never_computed(s.sample)) for s in samples]
-        implied = sum(min(topk, length - last) + last for length, last in never)
-    layers, whole = of_all.layers.tolist(), of_all.whole_rows.sum(axis=0)
-    num_rows = sum(s.sample.num_tokens for s in samples)
+        chosen = recorded_indexer(samples, steps, num_ranks, hf.num_hidden_layers)
+        # rows 0..K-1, of which every token is chosen, and rows that were never computed
+        implied = sum(min(topk, s.num_tokens - n) + n for s, n in zip(bare, unknown))
+        again = layers_with_recomputed("core_attn", config.parallel, config.model, hf)
+        expect(INDEXER, chosen, versions, implied, set(again))
     return StepExpectation(
         step=rollout_id,
-        expected_fingerprints=dict(zip(layers, of_all.fingerprints.sum(axis=0).tolist())),
-        expected_rows_replayed=dict(zip(layers, whole.tolist())),
-        expected_rows_filled=dict(zip(layers, (num_rows - whole).tolist())),
-        rows_never_computed=sum(rows_never_computed(s.sample) for s in samples),
-        expected_rows_current=_rows_current(rollout_id, versions, config, passes),
-        expected_masks_current=masks_current,
-        expected_rows_implied=implied,
+        streams=streams,
         rows_by_class=count_rows(
-            [s.sample for s in samples],
-            [_counted_versions(s.sample, own, config) for s, own in zip(samples, versions)],
-        ),
-        expected_calls=expected_calls(
-            passes=passes,
-            num_microbatches=num_microbatches,
-            ranks_per_stage=len(topologies) // topologies[0].pp_size,
-            moe_layers=hf.moe_layer_numbers,
-            recomputed=recomputed_moe_layers(config.parallel, config.model, hf),
-            kept_layers=() if kept is None else kept.layers.tolist(),
-            indexers=None if chosen is None else _indexers(config, hf),
+            bare, [_counted_versions(s, known, config) for s, known in zip(bare, versions)]
         ),
         places=[
-            Place(
-                [t.rank for t in topologies if t.dp_rank == data_rank],
-                dict(zip(layers, own.tolist())),
-            )
-            for data_rank, own in enumerate(of_all.fingerprints)
+            Place([t.rank for t in topologies if t.dp_rank == data_rank], fingerprints)
+            for data_rank, fingerprints in enumerate(by_rank)
         ],
     )

@@ -87,9 +87,3 @@ class Recorded:
         """Add the choices of an indexer, uint64[R, L, W] of all decoder layers, from row ``first`` on."""
         self.fingerprints[data_rank] += indexer_fingerprint(sample_id, bits, self.layers, first)
         self.whole_rows[data_rank] += bits.any(axis=2).sum(axis=0)
-
-    def beside(self, other: Recorded) -> Recorded:
-        """The totals of these layers and then of the other's."""
-        both = Recorded(len(self.fingerprints), [*self.layers.tolist(), *other.layers.tolist()])
-        both.table[:] = np.concatenate([self.table, other.table], axis=2)
-        return both

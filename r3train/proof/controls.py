@@ -18,13 +18,11 @@ _STANDARD_ERRORS = 10
 _MARGIN = 0.1
 
 
-def beaten_by(
-    values: Mapping[str, int], *, of_indexer: bool = False
-) -> tuple[str, str, str] | None:
+def beaten_by(values: Mapping[str, int], *, indexer: bool = False) -> tuple[str, str, str] | None:
     """Quantity, got and expected, where a control clearly beats the agreement in the same rows.
 
     values: counters by name, over one layer.  The worst control is named.
-    of_indexer: a control counts the rows in which it has more tokens in common with the trainer's own choice than the
+    indexer: a control counts the rows in which it has more tokens in common with the trainer's own choice than the
     replayed choice has.  It wins in nearly all rows if choices are misaligned by as much, and in half of them by chance.
 
     A row's own choice can equal the replayed routes, the control, both or neither.  If the control
@@ -36,12 +34,12 @@ def beaten_by(
     """
     rows, equal = values["rows_replayed"], values["rows_equal"]
     control = max(CONTROLS, key=lambda name: values[name])
-    if of_indexer:
+    if indexer:
         equal = rows - values[control]
     excess = values[control] - equal
     if excess <= _MARGIN * rows or excess < _STANDARD_ERRORS * sqrt(equal + values[control]):
         return None
-    if of_indexer:
+    if indexer:
         return (
             f"rows whose choice is nearer to the trainer's own than a misaligned one ({control}: in"
             f" {values[control]} rows that {CONTROLS[control].replace('routes', 'choices')} is nearer)",

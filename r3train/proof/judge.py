@@ -20,27 +20,31 @@ from r3train.routing.agreement import chance_levels
 from r3train.types import (
     Amount,
     Fingerprint,
+    INDEXER,
     LayerNumber,
     Rank,
     ReplayEvidence,
     ReplayPass,
     ReplayStage,
+    ROUTES,
     RouteShape,
     RowClass,
+    SAMPLING_MASK,
+    StreamName,
     Version,
 )
 
 # Of the files in evidence/; files of another version are refused.
-EVIDENCE_VERSION = 1
+EVIDENCE_VERSION = 2
 STAGES: tuple[str, ...] = get_args(ReplayStage)
+STREAMS: tuple[str, ...] = get_args(StreamName)
+FORWARD, BACKWARD = STAGES
 # A RowClass in evidence
 RowLabel = Literal["decoded", "prefilled", "prefilled_again", "cached", "filled"]
-# The stages of router calls, of sampling masks, and of an indexer's choices.
-ROUTERS = ("replay_forward", "replay_backward")
-SAMPLING_MASK = "sampling_mask"
-INDEXERS = ("indexer_forward", "indexer_backward")
-# (pass, stage, 1-based layer)
-Cell = tuple[str, str, int]
+# The shares of agreement of further streams begin so.
+_SHARES = {SAMPLING_MASK: "kept", INDEXER: "indexer"}
+# (pass, stream, stage, layer number)
+Cell = tuple[str, str, str, int]
 # Counters that steps.jsonl and the metrics have.
 COUNTS = (
     "rows_replayed",
@@ -96,16 +100,19 @@ def native(passes: Collection[str]) -> str:
 
 
 def own_choices(
-    totals: StepTotals, expectation: StepExpectation, stage: str
+    totals: StepTotals, expectation: StepExpectation, stream: str = ROUTES
 ) -> dict[int, dict[str, int]]:
-    """The counters by layer where the trainer's own choice is compared; stage: that of a forward."""
-    replay_pass = native(expectation.expected_calls)
-    layers = expectation.expected_calls[replay_pass].get(stage, {})
-    return {layer: totals.counters((replay_pass, stage, layer)) for layer in sorted(layers)}
+    """The counters by layer where the trainer's own choice is compared: of first forwards."""
+    if stream not in expectation.streams:
+        return {}
+    calls = expectation.streams[stream].calls
+    replay_pass = native(calls)
+    layers = sorted(calls[replay_pass][FORWARD])
+    return {layer: totals.counters((replay_pass, stream, FORWARD, layer)) for layer in layers}
 
 
 class StepTotals:
-    """Sums over router calls of one step, by pass, stage and layer.
+    """Sums over calls of one step, by pass, stream, stage and layer.
 
     shape: of the model's routes.  ``cells`` holds the ``COUNTERS`` of each place in their order;
     fingerprints add mod 2^64.
@@ -118,7 +125,7 @@ class StepTotals:
     def add(self, call: ReplayEvidence) -> None:
         """Add one call, or a sum of calls."""
         rows = call.rows_replayed + call.rows_filled + call.rows_padding + call.rows_native
-        of_router = call.stage in ROUTERS
+        of_router = call.stream == ROUTES
         left = call.num_rows * call.topk if of_router else call.replay_idx_sum
         values = [
             call.num_calls,
@@ -127,13 +134,13 @@ class StepTotals:
             abs(call.map_sum - left),
             *_AFTER_MAP(call),
             abs(rows - call.num_rows),
-            abs(call.topk - self._shape.topk) if call.stage not in INDEXERS else 0,
+            abs(call.topk - self._shape.topk) if call.stream != INDEXER else 0,
             self._idx_sum_off(call) if of_router else 0,
             _part_rows_off(call),
         ]
         if not call.counts_tokens:
             values = [v if kept else 0 for v, kept in zip(values, _KEPT_ON_COPIES)]
-        self._add((call.replay_pass, call.stage, call.layer_number), values)
+        self._add((call.replay_pass, call.stream, call.stage, call.layer_number), values)
 
     def merge(self, other: StepTotals) -> None:
         """Add what another rank counted."""
@@ -145,27 +152,24 @@ class StepTotals:
         return dict(zip(COUNTERS, self.cells.get(cell) or [0] * len(COUNTERS)))
 
     def to_table(self, passes: Sequence[str]) -> np.ndarray:
-        """int64[passes, stages, 2 * layers + 2, counters], to be added up over ranks.
+        """int64[passes, streams, stages, layers + 1, counters], to be added up over ranks.
 
-        Layers are indexed by their 1-based number, after them come the output layer and the indexers;
-        fingerprints stand in the int64's bits.
+        Layers are indexed by their number; fingerprints stand in the int64's bits.
         """
-        last = self._shape.indexer_layer(self._shape.num_layers)
-        size = (len(passes), len(STAGES), last + 1, len(COUNTERS))
+        size = len(passes), len(STREAMS), len(STAGES), self._shape.num_layers + 1, len(COUNTERS)
         table = np.zeros(size, dtype=np.uint64)
-        for (replay_pass, stage, layer), values in self.cells.items():
-            table[passes.index(replay_pass), STAGES.index(stage), layer] = np.array(
-                values, dtype=np.uint64
-            )
+        for (replay_pass, stream, stage, layer), values in self.cells.items():
+            place = passes.index(replay_pass), STREAMS.index(stream), STAGES.index(stage), layer
+            table[place] = np.array(values, dtype=np.uint64)
         return table.view(np.int64)
 
     @classmethod
     def of_table(cls, table: np.ndarray, passes: Sequence[str], shape: RouteShape) -> StepTotals:
         """The inverse of ``to_table``."""
         totals = cls(shape)
-        for p, s, layer in np.argwhere(table.any(axis=-1)).tolist():
-            values = table.view(np.uint64)[p, s, layer].tolist()
-            totals.cells[passes[p], STAGES[s], layer] = values
+        for p, stream, stage, layer in np.argwhere(table.any(axis=-1)).tolist():
+            values = table.view(np.uint64)[p, stream, stage, layer].tolist()
+            totals.cells[passes[p], STREAMS[stream], STAGES[stage], layer] = values
         return totals
 
     def _add(self, cell: Cell, values: Sequence[int]) -> None:
@@ -186,7 +190,17 @@ class StepTotals:
         return max(low - call.replay_idx_sum, call.replay_idx_sum - high, 0)
 
 
-_KEY = ("step", "rank", "replay_pass", "stage", "vp_stage", "layer_number", "topk", "counts_tokens")
+_KEY = (
+    "step",
+    "rank",
+    "replay_pass",
+    "stream",
+    "stage",
+    "vp_stage",
+    "layer_number",
+    "topk",
+    "counts_tokens",
+)
 _key_of = attrgetter(*_KEY)
 _SUMMED = [f.name for f in fields(ReplayEvidence) if f.name not in {*_KEY, "microbatch_id"}]
 
@@ -231,42 +245,42 @@ def misaligned(
     totals: StepTotals, expectation: StepExpectation
 ) -> Iterator[tuple[Cell, tuple[str, str, str]]]:
     """Yield the places in which a misaligned choice clearly agrees better than the replayed one, see ``beaten_by``."""
-    replay_pass = native(expectation.expected_calls)
-    for stage in (ROUTERS[0], INDEXERS[0]):
-        for layer, values in own_choices(totals, expectation, stage).items():
-            if beaten := beaten_by(values, of_indexer=stage in INDEXERS):
-                yield (replay_pass, stage, layer), beaten
+    for stream, expected in expectation.streams.items():
+        for layer, values in own_choices(totals, expectation, stream).items():
+            if beaten := beaten_by(values, indexer=stream == INDEXER):
+                yield (native(expected.calls), stream, FORWARD, layer), beaten
 
 
 class Place(msgspec.Struct, frozen=True):
-    """The ranks of one data-parallel rank, and the fingerprint that they must have in each layer."""
+    """The ranks of one data-parallel rank, and the fingerprint that they must have in each layer of a stream."""
 
     ranks: list[Rank]
+    fingerprints: dict[StreamName, dict[LayerNumber, Fingerprint]]
+
+
+class StreamExpectation(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that the rollout side knows of one stream of a step before the trainer has run."""
+
     fingerprints: dict[LayerNumber, Fingerprint]
+    rows_replayed: dict[LayerNumber, Amount]  # rows whose every slot was recorded
+    rows_filled: dict[LayerNumber, Amount]  # real rows with at least one slot missing
+    # rows that rightly have no choice, as many in every layer: no server computed them, or an indexer chooses all of
+    # their tokens.  None where nobody knows: no server generated the rollout, or the stream is of sampling masks.
+    rows_without_choice: Amount | None
+    rows_current: dict[ReplayPass, Amount]  # rows of the weight version that the actor holds
+    calls: dict[ReplayPass, dict[ReplayStage, dict[LayerNumber, Amount]]]  # over all ranks
 
 
 class StepExpectation(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that the rollout side knows of a step before the trainer has run.
 
-    Per-layer values are by 1-based layer number.  ``expected_calls`` counts router calls over all ranks.
     ``places``: where to look if a fingerprint is wrong.
     """
 
     step: Amount
-    expected_fingerprints: dict[LayerNumber, Fingerprint]
-    expected_rows_replayed: dict[LayerNumber, Amount]  # rows whose every slot was recorded
-    expected_rows_filled: dict[LayerNumber, Amount]  # real rows with at least one slot missing
-    # rows that no server computed, as many in every router; None of a rollout that no server generated
-    rows_never_computed: Amount | None
-    # rows of the weight version that the actor holds
-    expected_rows_current: dict[ReplayPass, Amount]
-    # the same for tokens with a sampling mask that were sampled at the actor's version; None without any
-    expected_masks_current: dict[ReplayPass, Amount] | None = None
-    # rows that need no choice of an indexer: their tokens are all chosen, or no server computed them; None without one
-    expected_rows_implied: Amount | None = None
+    streams: dict[StreamName, StreamExpectation]
     # rows by class and weight version; None where a sample's classes are not known
     rows_by_class: dict[RowLabel, dict[Version, Amount]] | None = None
-    expected_calls: dict[ReplayPass, dict[ReplayStage, dict[LayerNumber, Amount]]]
     places: list[Place] = []
 
     def rows_of_class(self, row_class: RowClass) -> int:
@@ -276,8 +290,8 @@ class StepExpectation(msgspec.Struct, frozen=True, kw_only=True):
 
     def total_calls(self) -> int:
         """Router calls over all passes and layers."""
-        places = [(s, of) for stages in self.expected_calls.values() for s, of in stages.items()]
-        return sum(sum(of.values()) for stage, of in places if stage in ROUTERS)
+        passes = self.streams[ROUTES].calls.values()
+        return sum(sum(layers.values()) for stages in passes for layers in stages.values())
 
 
 @dataclass(frozen=True)
@@ -285,6 +299,7 @@ class Failure:
     """One quantity that is not as it must be, and its place."""
 
     replay_pass: str
+    stream: str
     stage: str
     layer_number: int
     what: str
@@ -292,10 +307,8 @@ class Failure:
     expected: int | float
 
     def __str__(self) -> str:
-        return (
-            f"{self.replay_pass}/{self.stage} layer {self.layer_number}: {self.what} is "
-            f"{self.got}, expected {self.expected}"
-        )
+        place = place_name(self.replay_pass, self.stream, self.stage)
+        return f"{place} layer {self.layer_number}: {self.what} is {self.got}, expected {self.expected}"
 
 
 @dataclass(frozen=True)
@@ -404,33 +417,20 @@ def judge(
     threshold_error = None
     stale: list[tuple[float, str]] = []
     counts = dict.fromkeys((*COUNTS, "num_calls"), 0)
-    places = [
-        (replay_pass, stage, layer)
-        for replay_pass in expectation.expected_calls
-        for stage in STAGES
-        for layer in expectation.expected_fingerprints
-    ]
-    for cell in places:
-        got = totals.counters(cell)
-        for name in counts if cell[1] in ROUTERS else ():
+    cells = list(_cells(expectation))
+    for cell in cells:
+        replay_pass, stream, _, layer = cell
+        of_router, got = stream == ROUTES, totals.counters(cell)
+        for name in counts if of_router else ():
             counts[name] += got[name]
-        wanted = _wanted(cell, got, expectation)
-        got["rows_compared"] = got["rows_equal"] + got["rows_overlap"] + got["rows_mismatch"]
-        if "rows_of_classes" in wanted:
-            filled = expectation.rows_of_class(RowClass.FILLED)
-            got["rows_of_classes"] = sum(map(expectation.rows_of_class, RowClass)) - filled
-            got["rows_of_class_filled"] = filled
-        if "rows_left_out" in wanted:
-            rightly = expectation.rows_never_computed
-            if cell[1] in INDEXERS:
-                rightly = expectation.expected_rows_implied
-            got["rows_left_out"] = expectation.expected_rows_filled[cell[2]] - (rightly or 0)
-        failures += [Failure(*cell, n, got[n], v) for n, v in wanted.items() if got[n] != v]
+        for name, (value, expected) in _determined(cell, got, expectation).items():
+            if value != expected:
+                failures.append(Failure(*cell, name, value, expected))
         # the current rows with a missing slot are not compared: there are at most those replayed
         current = min(got["rows_current"], got["rows_replayed"])
         mismatch, allowed = got["rows_current_mismatch"], mismatch_threshold * current
         older, of_older = got["rows_mismatch"] - mismatch, got["rows_replayed"] - current
-        place = f"at step {expectation.step}, {cell[0]}/{cell[1]}, layer {cell[2]}"
+        place = f"at step {expectation.step}, {place_name(*cell[:3])}, layer {layer}"
         if mismatch > allowed:
             above.append(Failure(*cell, "rows_current_mismatch", mismatch, allowed))
             threshold_error = threshold_error or (
@@ -438,17 +438,16 @@ def judge(
                 f"of the weights that the actor holds: staleness does not explain them (of {of_older} "
                 f"rows of other weights, which are not judged, {older} mismatch)"
             )
-        if cell[1] not in ROUTERS or cell[0] == "ref_log_prob":
+        if not of_router or replay_pass == "ref_log_prob":
             continue
         if older > mismatch_threshold * of_older:
             stale.append((older / max(of_older, 1), f"{older} of {of_older} rows {place}"))
-    for cell in sorted(totals.cells.keys() - set(places)):
+    for cell in sorted(totals.cells.keys() - set(cells)):
         failures.append(Failure(*cell, "num_calls", totals.cells[cell][0], 0))
     counts["num_calls_expected"] = expectation.total_calls()
-    own_choice = list(own_choices(totals, expectation, ROUTERS[0]).values())
-    agreement = agreement_shares(own_choice, shape)
-    for label, stage in (("kept", SAMPLING_MASK), ("indexer", INDEXERS[0])):
-        agreement |= _further_agreement(totals, expectation, stage, label)
+    agreement = agreement_shares(list(own_choices(totals, expectation).values()), shape)
+    for stream in _SHARES:
+        agreement |= _further_agreement(totals, expectation, stream)
     warning = None
     if stale:
         warning = (
@@ -460,45 +459,60 @@ def judge(
     )
 
 
-def _wanted(cell: Cell, got: dict[str, int], expectation: StepExpectation) -> dict[str, int]:
-    """The only right value of each quantity that has one."""
-    replay_pass, stage, layer = cell
-    calls = expectation.expected_calls[replay_pass].get(stage, {}).get(layer, 0)
-    wanted = {"num_calls": calls, **dict.fromkeys(ERRORS, 0)}
+def _cells(expectation: StepExpectation) -> Iterator[Cell]:
+    """Yield every place in which a step's streams may be called."""
+    for stream, expected in expectation.streams.items():
+        for replay_pass in expected.calls:
+            for stage in STAGES:
+                for layer in expected.fingerprints:
+                    yield replay_pass, stream, stage, layer
+
+
+def place_name(replay_pass: str, stream: str, stage: str) -> str:
+    """Name a pass and a stage in messages: "train/replay_forward", of another stream "train/indexer/replay_forward"."""
+    return "/".join((replay_pass, stage) if stream == ROUTES else (replay_pass, stream, stage))
+
+
+def _determined(
+    cell: Cell, got: Mapping[str, int], expectation: StepExpectation
+) -> dict[str, tuple[int, int]]:
+    """Return got and expected of every quantity that is determined."""
+    replay_pass, stream, stage, layer = cell
+    expected = expectation.streams[stream]
+    calls = expected.calls[replay_pass][stage].get(layer, 0)
+    found = {"num_calls": (got["num_calls"], calls)} | {name: (got[name], 0) for name in ERRORS}
     if calls:
-        wanted["fingerprint"] = expectation.expected_fingerprints[layer]
-        # recorded rows that were left over would be missing here
-        wanted["rows_replayed"] = expectation.expected_rows_replayed[layer]
-        wanted["rows_filled"] = expectation.expected_rows_filled[layer]
-        never = expectation.rows_never_computed
-        if stage in INDEXERS and expectation.expected_rows_implied is not None:
-            wanted["rows_left_out"] = 0
-        if stage in ROUTERS and never is not None:
+        replayed, filled = expected.rows_replayed[layer], expected.rows_filled[layer]
+        found |= {
+            "fingerprint": (got["fingerprint"], expected.fingerprints[layer]),
+            # recorded rows that were left over would be missing here
+            "rows_replayed": (got["rows_replayed"], replayed),
+            "rows_filled": (got["rows_filled"], filled),
+            "rows_current": (got["rows_current"], expected.rows_current[replay_pass]),
+        }
+        if (without := expected.rows_without_choice) is not None:
             # a server that computes a row and does not report it leaves the choice to the trainer
-            wanted["rows_left_out"] = 0
-            if expectation.rows_by_class is not None:
-                replayed, filled = (
-                    expectation.expected_rows_replayed[layer],
-                    expectation.expected_rows_filled[layer],
-                )
-                wanted["rows_of_classes"] = replayed + filled - never
-                wanted["rows_of_class_filled"] = never
-        current = expectation.expected_rows_current
-        if stage == SAMPLING_MASK:
-            current = expectation.expected_masks_current or {}
-        wanted["rows_current"] = current[replay_pass]
-    return {**wanted, "rows_compared": got["rows_replayed"]}
+            found["rows_left_out"] = filled - without, 0
+            if stream == ROUTES and expectation.rows_by_class is not None:
+                of_filled = expectation.rows_of_class(RowClass.FILLED)
+                every = sum(map(expectation.rows_of_class, RowClass))
+                found["rows_of_classes"] = every - of_filled, replayed + filled - without
+                found["rows_of_class_filled"] = of_filled, without
+    compared = got["rows_equal"] + got["rows_overlap"] + got["rows_mismatch"]
+    found["rows_compared"] = compared, got["rows_replayed"]
+    return found
 
 
 def _further_agreement(
-    totals: StepTotals, expectation: StepExpectation, stage: str, label: str
+    totals: StepTotals, expectation: StepExpectation, stream: str
 ) -> dict[str, float]:
-    """Shares of rows with the trainer's own choice, and with none of it; of sampling masks or of indexers."""
-    of = own_choices(totals, expectation, stage).values()
-    rows = sum(values["rows_replayed"] for values in of)
+    """Shares of a further stream's rows with the trainer's own choice, and with none of it."""
+    layers = own_choices(totals, expectation, stream).values()
+    rows = sum(values["rows_replayed"] for values in layers)
     names = ("equal", "mismatch") if rows else ()
     return {
-        f"{label}_{name}": sum(values[f"rows_{name}"] for values in of) / rows for name in names
+        f"{_SHARES[stream]}_{name}": sum(values[f"rows_{name}"] for values in layers) / rows
+        for name in names
     }
 
 
@@ -546,19 +560,19 @@ def step_line(
     def hexadecimal(fingerprints: dict[int, int]) -> dict[int, str]:
         return {layer: f"{value:#018x}" for layer, value in fingerprints.items()}
 
-    expected = msgspec.structs.asdict(expectation)
-    expected["expected_fingerprints"] = hexadecimal(expectation.expected_fingerprints)
-    expected["places"] = [
-        {"ranks": place.ranks, "fingerprints": hexadecimal(place.fingerprints)}
-        for place in expectation.places
-    ]
+    expected = msgspec.to_builtins(expectation)
+    for stream in expected["streams"].values():
+        stream["fingerprints"] = hexadecimal(stream["fingerprints"])
+    for place in expected["places"]:
+        streams = place["fingerprints"].items()
+        place["fingerprints"] = {stream: hexadecimal(layers) for stream, layers in streams}
     if verdict.passed:
         del expected["places"]
     return {
         "version": EVIDENCE_VERSION,
         "step": verdict.step,
         "passed": verdict.passed,
-        "passes": list(expectation.expected_calls),
+        "passes": list(expectation.streams[ROUTES].calls),
         "world_size": world_size,
         "num_experts": shape.num_experts,
         "topk": shape.topk,
@@ -577,34 +591,12 @@ def step_line(
 
 
 def expected_calls(
-    *,
-    passes: tuple[str, ...],
-    num_microbatches: int,
-    ranks_per_stage: int,
-    moe_layers: Iterable[int],
-    recomputed: Iterable[int],
-    kept_layers: Collection[int] = (),
-    indexers: Mapping[int, bool] | None = None,
+    layers: Iterable[int], num_calls: int, passes: Iterable[str], recomputed: Collection[int] = ()
 ) -> dict[str, dict[str, dict[int, int]]]:
-    """Router calls over all ranks: a layer is called once per microbatch on each rank of its stage.
+    """Return the calls of a stream, {pass: {stage: {layer: number}}}.
 
-    num_microbatches: of one rank, over all optimizer steps of the rollout.  kept_layers: the output layer
-    where sampling masks are applied, once per microbatch on each rank of the last stage.  indexers: layers whose
-    indexer's choice is replayed, by their number in the evidence, each with True where it is recomputed.
+    Each layer is called ``num_calls`` times in a pass, and those in ``recomputed`` as often again in the train pass.
     """
-    each = num_microbatches * ranks_per_stage
-    forward = {layer: each for layer in moe_layers}
-    recomputed = set(recomputed)
-    again = {layer: each for layer in forward if layer in recomputed}
-    kept: dict[str, dict[int, int]] = {}
-    if kept_layers:
-        kept[SAMPLING_MASK] = dict.fromkeys(kept_layers, each)
-    calls = {}
-    for p in passes:
-        trains = p == "train"
-        calls[p] = dict(zip(ROUTERS, (forward, again if trains else {}))) | kept
-        if indexers:
-            twice = [layer for layer, is_recomputed in indexers.items() if is_recomputed]
-            calls[p][INDEXERS[0]] = dict.fromkeys(indexers, each)
-            calls[p][INDEXERS[1]] = dict.fromkeys(twice, each) if trains else {}
-    return calls
+    forward = dict.fromkeys(layers, num_calls)
+    again = {layer: num_calls for layer in forward if layer in recomputed}
+    return {p: {FORWARD: forward, BACKWARD: again if p == "train" else {}} for p in passes}

@@ -29,6 +29,7 @@ from r3train.types import (
     Rechecked,
     RecheckPart,
     RecheckedRollout,
+    ROUTES,
     RolloutSample,
 )
 
@@ -231,7 +232,7 @@ def recheck_failures(record: RecheckRecord) -> list[Failure]:
 
     def failure(layer: int, what: str, got: int, expected: int) -> Failure:
         what = f"{what}, sample {record.sample_id} on server {record.server},"
-        return Failure(AGAIN, record.part, layer, what, got, expected)
+        return Failure(AGAIN, ROUTES, record.part, layer, what, got, expected)
 
     found = []
     if record.held_version != record.weight_version:

@@ -18,11 +18,11 @@ from typing import TextIO
 from r3train.config.files import naming, open_regular
 from r3train.data import rotated_files
 from r3train.data.json_lines import append_lines, cut_truncated_line
-from r3train.proof.judge import ROUTERS, sums_of
+from r3train.proof.judge import sums_of
 from r3train.proof.custody_verdict import CustodyRecord
 from r3train.proof.recheck_verdict import RecheckRecord
 from r3train.proof.served_verdict import ServedRecord
-from r3train.types import ReplayEvidence
+from r3train.types import ReplayEvidence, ROUTES
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class EvidenceWriter:
         """Log and store the records of one step, or their sums, then flush."""
         for record in sums_of(records) if as_sums else records:
             # a native call took no replay branch
-            if record.rows_native == 0 and record.stage in ROUTERS:
+            if record.rows_native == 0 and record.stream == ROUTES:
                 for line in evidence_lines(record, is_sum=as_sums):
                     logger.info(line)
             fields = {"attempt": self._attempt, **asdict(record)}

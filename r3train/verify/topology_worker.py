@@ -55,7 +55,7 @@ from r3train.proof.writer import EvidenceWriter  # noqa: E402
 from r3train.trainer.megatron.actor import MegatronActor  # noqa: E402
 from r3train.trainer.megatron.export import export_hf_weights  # noqa: E402
 from r3train.trainer.megatron.topology import init_distributed, shutdown  # noqa: E402
-from r3train.types import RankSlice  # noqa: E402
+from r3train.types import RankSlice, ROUTES  # noqa: E402
 from r3train.verify.model_zoo import VARIANTS  # noqa: E402
 from r3train.verify.mutations import planted_at  # noqa: E402
 from r3train.verify.oracle import ADAM, ALGORITHM, BIAS, SGD, TEMPERATURE  # noqa: E402
@@ -228,8 +228,11 @@ class CaseRun:
             slices.reverse()
         # the batch has holes that stand for rows which an engine did not report
         expectation = prepared.expectation(recorded) if prepared else None
-        known = {"rows_never_computed": None}
-        return slices, msgspec.structs.replace(expectation, **known) if expectation else None
+        if expectation is not None:
+            routes = msgspec.structs.replace(expectation.streams[ROUTES], rows_without_choice=None)
+            streams = {**expectation.streams, ROUTES: routes}
+            expectation = msgspec.structs.replace(expectation, streams=streams)
+        return slices, expectation
 
     def _streams(self, slices: list[RankSlice], stream: np.ndarray) -> dict[int, torch.Tensor]:
         """A flat per-token stream as {microbatch_id: float32[n]}, laid out as the slices are."""

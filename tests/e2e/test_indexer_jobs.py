@@ -99,5 +99,5 @@ def test_a_trainer_that_chooses_by_itself_is_found(job, flags, tmp_path):
         *("--replay-rollouts", str(job.run_dir / "rollouts"), "--r3-mismatch-threshold", "1"),
         program=("-m", "tests.e2e.train_with_bug", "choices_not_applied"),
     )
-    assert spoiled.code != 0 and "indexer_forward layer" in spoiled.output
+    assert spoiled.code != 0 and "indexer/replay_forward layer" in spoiled.output
     assert audit_of(spoiled.run_dir)["claims"]["applied"] == "failed"

@@ -33,7 +33,7 @@ def test_the_rollout_fingerprint_equals_the_trainers_in_every_pass_of_every_step
     assert proved.code == 0, proved.output
     steps = [jobs.json.loads(s) for s in (proved.run_dir / "evidence/steps.jsonl").open()]
     assert [s["step"] for s in steps] == [0, 1, 2]
-    expected = {s["step"]: s["expected_fingerprints"] for s in steps}
+    expected = {s["step"]: s["streams"]["routes"]["fingerprints"] for s in steps}
     summed: dict[tuple, int] = {}
     for e in proved.evidence():
         key = e["step"], e["replay_pass"], e["stage"], e["layer_number"]

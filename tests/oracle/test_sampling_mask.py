@@ -104,7 +104,7 @@ def cases(checkpoint: Path, scratch: Path) -> dict[str, Any]:
                 )
                 evidence.close()
                 if verdict is not None:
-                    out[name, bug] = sorted({(f.stage, f.what) for f in verdict.failures})
+                    out[name, bug] = sorted({(f.stream, f.what) for f in verdict.failures})
                 if not bug:
                     uids = np.concatenate([s.token_uids for s in slices])
                     values = torch.cat([old[s.microbatch_id] for s in slices])
@@ -230,6 +230,6 @@ def test_a_planted_bug_fails_the_stage_of_sampling_mask_alone(
 ):
     failed = found[0][name, bug]
     assert quantities <= {what for _, what in failed}
-    assert {stage for stage, _ in failed} == {"sampling_mask"}
+    assert {stream for stream, _ in failed} == {"sampling_mask"}
     audit = audit_run(scratch / f"{name}{bug}")
     assert audit.verdict == "failed" and audit.claims["applied"] == "failed"

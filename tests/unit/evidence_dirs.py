@@ -14,6 +14,7 @@ from r3train.proof.judge import (
     step_line,
     StepExpectation,
     StepTotals,
+    StreamExpectation,
 )
 from r3train.proof.recheck_verdict import judge_recheck, Noise, RecheckRecord
 from r3train.proof.served_verdict import (
@@ -52,6 +53,7 @@ def record(step: int, rank: int, replay_pass: str, layer: int, **changes) -> Rep
         step=step,
         rank=rank,
         replay_pass=replay_pass,
+        stream="routes",
         stage="replay_forward",
         vp_stage=0,
         microbatch_id=0,
@@ -226,23 +228,20 @@ def expectation_of(step: int, ranks: Collection[int], microbatches: int = 1) -> 
         }
         for rank in ranks
     }
+    routes = StreamExpectation(
+        fingerprints={
+            layer: sum(local[layer] for local in each.values()) % (1 << 64) for layer in LAYERS
+        },
+        rows_replayed=dict.fromkeys(LAYERS, ROWS * calls),
+        rows_filled=dict.fromkeys(LAYERS, 4 * calls),
+        rows_without_choice=4 * calls,
+        rows_current=current,
+        calls=expected_calls(LAYERS, calls, PASSES),
+    )
     return StepExpectation(
         step=step,
-        expected_fingerprints={
-            layer: sum(own[layer] for own in each.values()) % (1 << 64) for layer in LAYERS
-        },
-        expected_rows_replayed=dict.fromkeys(LAYERS, ROWS * calls),
-        expected_rows_filled=dict.fromkeys(LAYERS, 4 * calls),
-        expected_calls=expected_calls(
-            passes=PASSES,
-            num_microbatches=microbatches,
-            ranks_per_stage=len(ranks),
-            moe_layers=LAYERS,
-            recomputed=(),
-        ),
-        rows_never_computed=4 * calls,
-        expected_rows_current=current,
-        places=[Place([rank], own) for rank, own in each.items()],
+        streams={"routes": routes},
+        places=[Place([rank], {"routes": local}) for rank, local in each.items()],
     )
 
 

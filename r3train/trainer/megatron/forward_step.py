@@ -121,17 +121,11 @@ def _draw(
     counts: list[torch.Tensor] = []
 
     def see(part: SamplingMask, scaled: torch.Tensor, left: torch.Tensor) -> None:
-        counts.append(
-            recorder.count_sampling_mask(part, scaled, left, unwrap(model).config.num_layers + 1)
-        )
+        counts.append(recorder.count_sampling_mask(part, scaled, left))
 
     def record() -> None:
-        recorder.record_sampling_mask(
-            kept,
-            torch.stack(counts).sum(0),
-            vp_stage=unwrap(model).vp_stage or 0,
-            layer_number=unwrap(model).config.num_layers + 1,
-        )
+        vp_stage = unwrap(model).vp_stage or 0
+        recorder.record_sampling_mask(kept, torch.stack(counts).sum(0), vp_stage=vp_stage)
 
     return replace(draw, see_kept=see), record
 

@@ -117,7 +117,6 @@ class ReplayedCall:
 
     staged: StagedIndexer
     layer_number: int
-    evidence_layer: int
     topk: int
     record: Recording | None
     controls: bool
@@ -163,7 +162,7 @@ class ReplayedCall:
         has = staged.has[column] & staged.real
         flags, live_flags = flags_at(chosen, width), flags_at(live, width)
         sizes = flags.sum(1)
-        hashes = indexer_hashes(staged.uids, words_of(flags), self.evidence_layer)
+        hashes = indexer_hashes(staged.uids, words_of(flags), self.layer_number)
         shared = (flags & live_flags).sum(1)
         equal = has & (shared == self.topk)
         mismatch = has & (shared * staged.num_choosable <= self.topk * self.topk)

@@ -176,10 +176,9 @@ class RouterReplay:
 class IndexerReplay:
     """The replay of the choices of one chunk's indexers (a ``ChoiceReplay``)."""
 
-    def __init__(self, manager: RoutingReplayManager, vp_stage: int, num_layers: int, topk: int):
+    def __init__(self, manager: RoutingReplayManager, vp_stage: int, topk: int):
         self._manager = manager
         self._vp_stage = vp_stage
-        self._num_layers = num_layers
         self._topk = topk
 
     def of_call(self, layer_number: int, x: torch.Tensor) -> ReplayedCall | None:
@@ -189,7 +188,7 @@ class IndexerReplay:
         staged = None if microbatch_id is None else manager.staged_indexers.get(microbatch_id)
         if staged is None or microbatch_id is None:
             return None
-        layer, record, controls = self._num_layers + 1 + layer_number, None, False
+        record, controls = None, False
         if manager.recorder is not None:
             again = in_recomputation()
             controls = manager.recorder.native and not again
@@ -199,11 +198,11 @@ class IndexerReplay:
                 x,
                 vp_stage=self._vp_stage,
                 microbatch_id=microbatch_id,
-                layer_number=layer,
-                stage="indexer_backward" if again else "indexer_forward",
+                layer_number=layer_number,
+                stage="replay_backward" if again else "replay_forward",
                 topk=self._topk,
             )
-        return ReplayedCall(staged, layer_number, layer, self._topk, record, controls)
+        return ReplayedCall(staged, layer_number, self._topk, record, controls)
 
 
 @torch.no_grad()
@@ -291,10 +290,8 @@ class RoutingReplayManager:
                     router.register_forward_hook(self._record_call)
                 self._routers.append((vp_stage, router))
             for attention in decoder_indexers(chunk):
-                config = attention.config
-                attention.choice_replay = IndexerReplay(
-                    self, vp_stage, config.num_layers, config.dsa_indexer_topk
-                )
+                topk = attention.config.dsa_indexer_topk
+                attention.choice_replay = IndexerReplay(self, vp_stage, topk)
             layers.append(tuple(r.layer_number for r in routers))
         return tuple(layers)
 

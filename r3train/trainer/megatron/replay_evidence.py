@@ -18,7 +18,14 @@ from megatron.core.tensor_parallel.random import is_checkpointing
 from r3train.routing.agreement import overlap_counts, shared_experts
 from r3train.routing.fingerprint import route_hashes, to_unsigned
 from r3train.trainer.megatron.sampling_mask import SamplingMask, shard_of, was_left
-from r3train.types import ReplayEvidence
+from r3train.types import (
+    INDEXER,
+    ReplayEvidence,
+    ROUTES,
+    SAMPLING_MASK,
+    SAMPLING_MASK_LAYER,
+    StreamName,
+)
 
 if TYPE_CHECKING:
     from r3train.trainer.megatron.indexer_replay import Recording, StagedIndexer
@@ -105,9 +112,9 @@ class CallRecorder:
         self._choice: Choice | None = None
         self._pass, self._native = "", False
         self._weight_version: int | None = None
-        # (microbatch, layer) -> projected router scores of a train forward, which a recomputation
-        # must repeat
-        self._signatures: dict[tuple[int, int], torch.Tensor] = {}
+        # (stream, microbatch, layer) -> projection of what a train forward chose from, which a
+        # recomputation must repeat
+        self._signatures: dict[tuple[StreamName, int, int], torch.Tensor] = {}
         self._projections: dict[int, torch.Tensor] = (
             {}
         )  # by the number of columns of what is projected
@@ -161,6 +168,7 @@ class CallRecorder:
         call = _Call(
             host=dict(
                 replay_pass=self._pass,
+                stream=ROUTES,
                 stage=stage,
                 vp_stage=vp_stage,
                 microbatch_id=microbatch_id,
@@ -178,7 +186,7 @@ class CallRecorder:
             seen.experts, seen.own = choice.experts, choice.own
             if self._pass == "train":
                 seen.signatures = self._signatures_of(
-                    choice.scores, layer_number, microbatch_id, stage
+                    ROUTES, choice.scores, layer_number, microbatch_id, stage
                 )
         self._calls.append(call)
         kind = self._pass, self._native, stage, seen.lacks
@@ -245,15 +253,20 @@ class CallRecorder:
             values["rows_recompute_differ"] = _differ(first, again).sum(1)
 
     def _signatures_of(
-        self, scores: torch.Tensor, layer_number: int, microbatch_id: int, stage: str
+        self,
+        stream: StreamName,
+        scores: torch.Tensor,
+        layer_number: int,
+        microbatch_id: int,
+        stage: str,
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Keep a forward's scores that will be recomputed; of a recomputation return them and its own.
 
         They alone tie a recomputation to its microbatch.  Routes and uids come from the same staged
         record: they would agree with each other even if both were another microbatch's.
         """
-        key = microbatch_id, layer_number
-        if stage.endswith("forward"):
+        key = stream, microbatch_id, layer_number
+        if stage == "replay_forward":
             if is_checkpointing():
                 self._signatures[key] = self._signature(scores)
             return None
@@ -290,12 +303,13 @@ class CallRecorder:
         if self._pass == "train":
             layer, microbatch = place["layer_number"], place["microbatch_id"]
             signatures = self._signatures_of(
-                x.detach().flatten(0, 1), layer, microbatch, place["stage"]
+                INDEXER, x.detach().flatten(0, 1), layer, microbatch, place["stage"]
             )
         chosen = staged.num_chosen[column]
         call = _Call(
             host=dict(
                 replay_pass=self._pass,
+                stream=INDEXER,
                 num_rows=staged.num_rows,
                 rows_replayed=chosen,
                 rows_filled=staged.num_real - chosen,
@@ -320,7 +334,7 @@ class CallRecorder:
 
     @torch.no_grad()
     def count_sampling_mask(
-        self, kept: SamplingMask, scaled: torch.Tensor, left: torch.Tensor, layer_number: int
+        self, kept: SamplingMask, scaled: torch.Tensor, left: torch.Tensor
     ) -> torch.Tensor:
         """Count a chunk of an application of sampling masks, from the logits that it left.
 
@@ -335,7 +349,7 @@ class CallRecorder:
         is_left = was_left(left)
         kept_logits, ids = left.topk(min(kept.widest, size), dim=1)
         counted = was_left(kept_logits) & limited[:, None]
-        hashes = route_hashes(kept.uids, ids + first, layer_number)
+        hashes = route_hashes(kept.uids, ids + first, SAMPLING_MASK_LAYER)
         label = labels - first
         own_label = (label >= 0) & (label < size)
         has_label = is_left.gather(1, label.clamp(0, size - 1)[:, None])[:, 0]
@@ -373,7 +387,7 @@ class CallRecorder:
         return _vector(values)
 
     def record_sampling_mask(
-        self, kept: SamplingMask, counters: torch.Tensor, *, vp_stage: int, layer_number: int
+        self, kept: SamplingMask, counters: torch.Tensor, *, vp_stage: int
     ) -> None:
         """Record one application of sampling masks, of which ``counters`` are the chunks' sum.
 
@@ -388,10 +402,11 @@ class CallRecorder:
             _Call(
                 host=dict(
                     replay_pass=self._pass,
-                    stage="sampling_mask",
+                    stream=SAMPLING_MASK,
+                    stage="replay_forward",
                     vp_stage=vp_stage,
                     microbatch_id=s.microbatch_id,
-                    layer_number=layer_number,
+                    layer_number=SAMPLING_MASK_LAYER,
                     num_rows=s.num_rows,
                     rows_replayed=replayed,
                     rows_filled=real - replayed - native,

@@ -16,8 +16,8 @@ from r3train.proof.writer import rank_file
 from tests.unit.evidence_dirs import comparison, edit, with_choice, write_run
 
 STEPS, RECHECKED, METRICS = "evidence/steps.jsonl", "evidence/rechecked.jsonl", "metrics.jsonl"
-PLACE = dict(replay_pass="train", stage="replay_forward", layer_number=2)
-FAILURE = {**PLACE, "what": "num_calls", "got": 1, "expected": 2}
+PLACE = dict(replay_pass="train", stream="routes", stage="replay_forward", layer_number=2)
+FAILURE = {"stream": "routes", **PLACE, "what": "num_calls", "got": 1, "expected": 2}
 
 
 def here(line: dict) -> bool:
@@ -324,11 +324,6 @@ LEFT = {
         (run / "evidence/rank_00002.jsonl").touch(),
         edit(run, STEPS, lambda all_lines: [{**x, "world_size": 3} for x in all_lines]),
     ],
-    "no version, as the first evidence of version 1": lambda run: edit(
-        run,
-        STEPS,
-        lambda all_lines: [{k: v for k, v in x.items() if k != "version"} for x in all_lines],
-    ),
 }
 
 

@@ -90,6 +90,23 @@ def test_nothing_is_no_evidence_and_never_a_pass(tmp_path, config, reason):
     assert verdict_of(tmp_path)["numbers"] == {}
 
 
+@pytest.mark.parametrize("named", [True, False])
+def test_evidence_of_version_1_is_refused_by_name(tmp_path, named):
+    """Its first files named no version; its records had no stream."""
+    run = write_run(tmp_path / "run")
+
+    def as_version_1(lines: list[dict]) -> list[dict]:
+        lines = [
+            {k: v for k, v in line.items() if k not in ("version", "streams")} for line in lines
+        ]
+        return [{"version": 1, **line} for line in lines] if named else lines
+
+    edit(run, "evidence/steps.jsonl", as_version_1)
+    text = "steps.jsonl:1: evidence version 1, expected 2: judge it with the release that wrote it"
+    assert [finding["what"] for finding in verdict_of(run)["findings"]] == [text]
+    assert check(run).exit_code == 1
+
+
 @pytest.mark.parametrize("loss", ["emptied", "removed"])
 def test_why_there_is_no_evidence_is_true_of_a_run_that_was_judged(tmp_path, loss):
     run = write_run(tmp_path / "run")
@@ -160,7 +177,14 @@ def test_few_of_the_planned_steps_are_told_and_can_be_asked_for(tmp_path):
 
 
 ODD = "a|b\x1b]0;title\x07\r\n\u202e<img>`"
-PLACE = {"replay_pass": ODD, "stage": ODD, "layer_number": 2, "got": 1, "expected": 2}
+PLACE = {
+    "replay_pass": ODD,
+    "stream": ODD,
+    "stage": ODD,
+    "layer_number": 2,
+    "got": 1,
+    "expected": 2,
+}
 
 
 @pytest.mark.parametrize(

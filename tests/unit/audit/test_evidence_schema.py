@@ -28,37 +28,75 @@ DECODERS = {RANK: RECORDS, OF_STEPS: STEPS, RECHECKED: RESCORED, "metrics.jsonl"
 GONE = object()
 
 
-def masks(current):
-    """Calls of sampling masks in the train pass."""
+def of_stream(name: str, **change):
+    """A change of what is expected of a stream."""
 
-    def change(line: dict) -> None:
-        line["expected_calls"]["train"]["sampling_mask"] = {"3": 1}
-        line["expected_masks_current"] = current
+    def apply(line: dict) -> None:
+        expected = line["streams"][name] | change
+        line["streams"][name] = {k: v for k, v in expected.items() if v is not GONE}
 
-    return change
+    return apply
+
+
+def with_stream(name: str, **change):
+    """A second stream, of one layer."""
+
+    def apply(line: dict) -> None:
+        one, passes = {"1": 1}, line["passes"]
+        line["streams"][name] = {
+            "fingerprints": {"1": "0x1"},
+            "rows_replayed": one,
+            "rows_filled": one,
+            "rows_without_choice": None,
+            "rows_current": dict.fromkeys(passes, 0),
+            "calls": {p: {"replay_forward": one, "replay_backward": {}} for p in passes},
+        }
+        of_stream(name, **change)(line)
+
+    return apply
 
 
 def layer_9(line: dict) -> None:
-    line["expected_calls"]["train"]["replay_backward"]["9"] = 1
+    line["streams"]["routes"]["calls"]["train"]["replay_backward"]["9"] = 1
+
+
+def a_stage_less(line: dict) -> None:
+    del line["streams"]["routes"]["calls"]["train"]["replay_backward"]
 
 
 REFUSED = [
-    (OF_STEPS, {"version": 2}, "evidence of version 2, expected 1: judge it by the r3train that"),
-    (OF_STEPS, {"version": 0, "counts": GONE}, "evidence of version 0, expected 1"),
-    (OF_STEPS, {"version": GONE, "counts": GONE}, "`counts` (it names no version: older than 1?)"),
+    (OF_STEPS, {"version": 1}, "steps.jsonl:2: evidence version 1, expected 2: judge it with the"),
+    (OF_STEPS, {"version": 3, "counts": GONE}, "evidence version 3, expected 2"),
+    # the first lines of version 1 do not name it
+    (OF_STEPS, {"version": GONE, "counts": GONE}, "evidence version 1, expected 2: judge it with"),
     (OF_STEPS, {"passes": 1e25}, "Expected `array`, got `float` - at `$.passes`"),
     (OF_STEPS, {"passes": []}, "Expected `array` of length >= 1"),
-    (OF_STEPS, {"passes": ["train"]}, "passes is of ['train'], expected ['old_log_prob', 'train']"),
+    (
+        OF_STEPS,
+        {"passes": ["train"]},
+        "routes.calls is of ['old_log_prob', 'train'], expected ['tr",
+    ),
     (OF_STEPS, {"topk": 9}, "topk is 9, expected at most 8, the experts"),
-    (OF_STEPS, {"expected_rows_filled": {"1": 4}}, "expected_rows_filled is of [1], expected [1, "),
-    (OF_STEPS, {"expected_rows_replayed": {}}, "expected_rows_replayed is of [], expected [1, 2"),
-    (OF_STEPS, {"expected_rows_current": {}}, "expected_rows_current is of [], expected ['old"),
-    (OF_STEPS, {"expected_rows_current": GONE}, "missing required field `expected_rows_current`"),
-    (OF_STEPS, {"expected_fingerprints": {"1000000000": "0x1"}}, "Expected `int` <= 4096"),
-    (OF_STEPS, {"expected_calls": {"train": {}}}, "passes is of ['old_log_prob', 'train'], exp"),
-    (OF_STEPS, layer_9, "expected_calls has layers [9] without fingerprint"),
-    (OF_STEPS, masks(None), "expected_masks_current is of [], expected ['old_log_prob', 'train']"),
-    (OF_STEPS, masks({"train": 1}), "expected_masks_current is of ['train'], expected ['old"),
+    (OF_STEPS, {"streams": {}}, "streams has no routes"),
+    (
+        OF_STEPS,
+        of_stream("routes", rows_filled={"1": 4}),
+        "routes.rows_filled is of [1], expected [",
+    ),
+    (OF_STEPS, of_stream("routes", rows_replayed={}), "routes.rows_replayed is of [], expected [1"),
+    (OF_STEPS, of_stream("routes", rows_current={}), "routes.rows_current is of [], expected ['o"),
+    (OF_STEPS, of_stream("routes", rows_current=GONE), "missing required field `rows_current`"),
+    (OF_STEPS, of_stream("routes", fingerprints={"1000000000": "0x1"}), "Expected `int` <= 4096"),
+    (OF_STEPS, of_stream("routes", calls={"train": {}}), "routes.calls is of ['train'], expected"),
+    (OF_STEPS, layer_9, "routes.calls has layers [9] without fingerprint"),
+    (OF_STEPS, a_stage_less, "routes.calls is of ['replay_forward'], expected ['replay_backward'"),
+    (OF_STEPS, with_stream("other"), "Invalid enum value 'other'"),
+    (OF_STEPS, with_stream("indexer"), "streams.indexer.rows_without_choice is missing"),
+    (
+        OF_STEPS,
+        with_stream("sampling_mask", rows_current={}),
+        "sampling_mask.rows_current is of []",
+    ),
     (OF_STEPS, {"step": True}, "Expected `int`, got `bool` - at `$.step`"),
     (OF_STEPS, {"world_size": 10**30}, "at `$.world_size`, got 1000"),
     (OF_STEPS, {"mismatch_threshold": "0.1"}, "Expected `float`, got `str`"),
@@ -71,6 +109,7 @@ REFUSED = [
     (RANK, {"rows_current": GONE}, "missing required field `rows_current`"),
     (RANK, {"replay_pass": "other"}, "Invalid enum value 'other'"),
     (RANK, {"layer_number": 0}, "Expected `int` >= 1 - at `$.layer_number`, got 0"),
+    (RANK, {"stream": "other"}, "Invalid enum value 'other'"),
     (RANK, {"num_calls": 0}, "at `$.num_calls`, got 0"),
     (RANK, {"attempt": "x" * 101}, "at `$.attempt`, got 'xxx"),
     *(
@@ -113,16 +152,16 @@ def test_a_line_that_no_run_writes_is_refused_with_its_file_and_number(
     "change",
     [
         lambda line: None,
-        lambda line: line.pop("version"),
         lambda line: line.update(topk=line["num_experts"]),
-        masks({"train": 1, "old_log_prob": 0}),
-        lambda line: line.update(rows_never_computed=None),
+        with_stream("sampling_mask"),
+        with_stream("indexer", rows_without_choice=1),
+        of_stream("routes", rows_without_choice=None),
     ],
 )
 def test_a_verdict_as_runs_write_it_is_read(run, change):
     line = json.loads((run / OF_STEPS).read_text().splitlines()[0])
     change(line)
-    assert STEPS.decode(json.dumps(line)).version == 1
+    assert STEPS.decode(json.dumps(line)).version == 2
 
 
 def test_a_fingerprint_has_all_its_bits(run):

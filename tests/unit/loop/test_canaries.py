@@ -83,6 +83,7 @@ class Actor:
                         **zeros,
                         step=step,
                         replay_pass="old_log_prob",
+                        stream="routes",
                         stage="replay_forward",
                         layer_number=layer + 1,
                         num_rows=rows,
@@ -96,7 +97,16 @@ class Actor:
         return records
 
 
-_OTHERS = {"step", "replay_pass", "stage", "layer_number", "num_rows", "rows_replayed", "topk"}
+_OTHERS = {
+    "step",
+    "replay_pass",
+    "stream",
+    "stage",
+    "layer_number",
+    "num_rows",
+    "rows_replayed",
+    "topk",
+}
 _OTHERS |= {"rows_equal", "rows_overlap", "counts_tokens", "num_calls"}
 
 

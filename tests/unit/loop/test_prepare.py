@@ -172,10 +172,11 @@ def test_what_the_evidence_is_held_against_counts_the_ranks_of_a_stage():
     expected = ready.expectation(recorded)
     assert [list(place.ranks) for place in expected.places] == [[0, 1], [2, 3]]
     # the row of the last token is none: 2 of 3 rows are replayed, and one is filled
-    assert expected.expected_rows_replayed == {1: 2, 2: 2}
-    assert expected.expected_rows_filled == {1: 1, 2: 1}
+    routes = expected.streams["routes"]
+    assert routes.rows_replayed == {1: 2, 2: 2}
+    assert routes.rows_filled == {1: 1, 2: 1}
     # one microbatch on each of the two data-parallel ranks of a layer's stage
-    assert expected.expected_calls["train"]["replay_forward"] == {1: 2, 2: 2}
+    assert routes.calls["train"]["replay_forward"] == {1: 2, 2: 2}
 
 
 def test_a_rollout_whose_turns_are_not_whole_episodes_is_refused():

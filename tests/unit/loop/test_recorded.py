@@ -22,9 +22,16 @@ from r3train.generation.environment_loop import EnvironmentLoop
 from r3train.layout.microbatch import slice_microbatch
 from r3train.loop.prepare import data_rank_of_samples, prepare, record_samples
 from r3train.loop.rollout_file import read_samples, write_samples
-from r3train.proof.judge import SAMPLING_MASK, StepTotals, judge
+from r3train.proof.judge import StepTotals, judge
 from r3train.routing.fingerprint import route_hashes, to_unsigned
-from r3train.types import RankSlice, RankTopology, RolloutSample, TrainSample
+from r3train.types import (
+    RankSlice,
+    RankTopology,
+    RolloutSample,
+    SAMPLING_MASK,
+    SAMPLING_MASK_LAYER,
+    TrainSample,
+)
 
 prepare_device()
 from tests.oracle.planted import MUTATIONS  # noqa: E402
@@ -114,9 +121,9 @@ def expected_and_dispatched(samples: list[RolloutSample]) -> tuple[dict, dict, i
     data_rank_of = data_rank_of_samples(ready.steps)
     expectation = ready.expectation(record_samples(samples, data_rank_of, 1, LAYERS))
     return (
-        expectation.expected_fingerprints,
+        expectation.streams["routes"].fingerprints,
         {layer: to_unsigned(value) for layer, value in dispatched.items()},
-        expectation.expected_rows_replayed[1],
+        expectation.streams["routes"].rows_replayed[1],
         rows,
     )
 
@@ -140,7 +147,7 @@ KEPT = SamplingParams(50, top_k=20, mask_vocab=100)
 def masks_expected_and_trained(samples: list[RolloutSample]) -> tuple[int, int, int, int]:
     """The fingerprint and the rows of sampling masks: by the evidence, and of the packed rows."""
     among_20 = {"rollout": CONFIG.rollout.model_copy(update={"rollout_top_k": 20})}
-    layer = ROUTES.output_layer
+    layer = SAMPLING_MASK_LAYER
     ready = prepare(
         0,
         [TrainSample(s, 0.0, np.zeros(s.num_tokens, np.float32)) for s in samples],
@@ -159,9 +166,9 @@ def masks_expected_and_trained(samples: list[RolloutSample]) -> tuple[int, int, 
         trained += int(route_hashes(uids, ids[:, None], layer).sum())
         rows += int((counts > 0).sum())
     return (
-        expectation.expected_fingerprints[layer],
+        expectation.streams[SAMPLING_MASK].fingerprints[layer],
         to_unsigned(trained),
-        expectation.expected_rows_replayed[layer],
+        expectation.streams[SAMPLING_MASK].rows_replayed[layer],
         rows,
     )
 
@@ -214,21 +221,18 @@ def failures_of_sampling_mask(
         share = plant(slice_microbatch(microbatch, place))
         kept = sampling_mask.SamplingMask.from_slice(share, torch.device("cpu"))
         logits = torch.randn(share.num_rows, 100)
-        layer = ROUTES.output_layer
         counters = [
-            recorder.count_sampling_mask(part, logits[rows], part.left_of(logits[rows]), layer)
+            recorder.count_sampling_mask(part, logits[rows], part.left_of(logits[rows]))
             for rows in (slice(0, 3), slice(3, share.num_rows))
             for part in [kept.take(rows)]
         ]
-        recorder.record_sampling_mask(
-            kept, torch.stack(counters).sum(0), vp_stage=0, layer_number=layer
-        )
+        recorder.record_sampling_mask(kept, torch.stack(counters).sum(0), vp_stage=0)
     totals = StepTotals(ROUTES)
     for call in recorder.collect(3):
         totals.add(call)
     recorded = record_samples(samples, data_rank_of_samples(ready.steps), 1, LAYERS)
     verdict = judge(totals, ready.expectation(recorded), ROUTES, mismatch_threshold=1.0)
-    return {f.what for f in verdict.failures if f.stage == SAMPLING_MASK}
+    return {f.what for f in verdict.failures if f.stream == SAMPLING_MASK}
 
 
 def test_sampling_mask_whose_versions_were_lost_are_not_covered(monkeypatch):
@@ -305,7 +309,7 @@ def test_rows_of_the_actors_own_version_end_with_its_first_optimizer_step(optimi
     def current(rollout_id: int) -> dict[str, int]:
         prepared = prepare(rollout_id, samples, config, HF, ROUTES, [place], passes=passes)
         recorded = record_samples([s.sample for s in samples], {}, 1, LAYERS)
-        return prepared.expectation(recorded).expected_rows_current
+        return prepared.expectation(recorded).streams["routes"].rows_current
 
     first, second = (s.sample.num_tokens - 1 for s in samples)
     assert current(3) == {"old_log_prob": first, "ref_log_prob": 0, "train": first}

@@ -129,7 +129,10 @@ def proved(run_dir, samples: list):
 
 def call_of(expected, replay_pass: str, layer: int, num_calls: int) -> ReplayEvidence:
     """The record of a trainer that replayed each recorded row and filled every other."""
-    rows, filled = expected.expected_rows_replayed[layer], expected.expected_rows_filled[layer]
+    rows, filled = (
+        expected.streams["routes"].rows_replayed[layer],
+        expected.streams["routes"].rows_filled[layer],
+    )
     zeros = [
         name
         for name in ReplayEvidence.__dataclass_fields__
@@ -141,6 +144,7 @@ def call_of(expected, replay_pass: str, layer: int, num_calls: int) -> ReplayEvi
             step=0,
             rank=0,
             replay_pass=replay_pass,
+            stream="routes",
             stage="replay_forward",
             vp_stage=0,
             microbatch_id=0,
@@ -152,10 +156,10 @@ def call_of(expected, replay_pass: str, layer: int, num_calls: int) -> ReplayEvi
             topk=2,
             replay_idx_sum=rows + filled,
             map_sum=2 * (rows + filled),
-            fingerprint=expected.expected_fingerprints[layer],
+            fingerprint=expected.streams["routes"].fingerprints[layer],
             rows_equal=rows,
-            rows_current=expected.expected_rows_current[replay_pass],
-            rows_current_equal=min(rows, expected.expected_rows_current[replay_pass]),
+            rows_current=expected.streams["routes"].rows_current[replay_pass],
+            rows_current_equal=min(rows, expected.streams["routes"].rows_current[replay_pass]),
             num_calls=num_calls,
         )
     )

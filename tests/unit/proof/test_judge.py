@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from operator import attrgetter
 
 import msgspec
 import pytest
@@ -19,18 +20,18 @@ from r3train.proof.judge import (
     Failure,
     judge,
     Sampling,
-    SAMPLING_MASK,
     StepExpectation,
     StepTotals,
     StepVerdict,
+    StreamExpectation,
     sums_of,
 )
-from r3train.types import ReplayEvidence, RouteShape
+from r3train.types import ReplayEvidence, RouteShape, SAMPLING_MASK
+from r3train.types import SAMPLING_MASK_LAYER as OUTPUT
 from tests.unit.evidence_dirs import record
 
 SHAPE = RouteShape(2, 2, 8)
 PASSES = ("old_log_prob", "ref_log_prob", "train")
-OUTPUT = SHAPE.output_layer
 ROWS, FILLED, PADDING, KEPT = 100, 4, 6, 50
 # of the actor's own weight version: rows of routers, and tokens with a sampling mask
 CURRENT = {"old_log_prob": 60, "ref_log_prob": 0, "train": 40}
@@ -70,7 +71,7 @@ def right_step() -> list[ReplayEvidence]:
             calls.append(
                 record(
                     *(0, 0, replay_pass, OUTPUT),
-                    stage=SAMPLING_MASK,
+                    stream=SAMPLING_MASK,
                     microbatch_id=microbatch,
                     rows_replayed=KEPT,
                     rows_filled=ROWS + FILLED - KEPT,
@@ -91,26 +92,33 @@ def right_step() -> list[ReplayEvidence]:
     return calls + [replace(c, rank=1, counts_tokens=False, fingerprint=77) for c in calls]
 
 
-def expectation(**changes) -> StepExpectation:
+def expectation(routes=None, masks=None) -> StepExpectation:
+    """What is expected of ``right_step``; routes, masks: changes of their streams."""
     num_rows = 2 * (ROWS + FILLED)
-    values = dict(
+    expected = {
+        "routes": dict(
+            fingerprints={1: 2, 2: 4},  # of two microbatches, mod 2^64
+            rows_replayed={1: 2 * ROWS, 2: 2 * ROWS},
+            rows_filled={1: 2 * FILLED, 2: 2 * FILLED},
+            rows_without_choice=2 * FILLED,
+            rows_current={p: 2 * n for p, n in CURRENT.items()},
+            calls=expected_calls((1, 2), 4, PASSES, (1,)),
+        )
+        | (routes or {}),
+        SAMPLING_MASK: dict(
+            fingerprints={OUTPUT: 10},
+            rows_replayed={OUTPUT: 2 * KEPT},
+            rows_filled={OUTPUT: num_rows - 2 * KEPT},
+            rows_without_choice=None,
+            rows_current={p: 2 * n for p, n in KEPT_CURRENT.items()},
+            calls=expected_calls((OUTPUT,), 4, PASSES),
+        )
+        | (masks or {}),
+    }
+    return StepExpectation(
         step=3,
-        expected_fingerprints={1: 2, 2: 4, OUTPUT: 10},  # of two microbatches, mod 2^64
-        expected_rows_replayed={1: 2 * ROWS, 2: 2 * ROWS, OUTPUT: 2 * KEPT},
-        expected_rows_filled={1: 2 * FILLED, 2: 2 * FILLED, OUTPUT: num_rows - 2 * KEPT},
-        rows_never_computed=2 * FILLED,
-        expected_rows_current={p: 2 * n for p, n in CURRENT.items()},
-        expected_masks_current={p: 2 * n for p, n in KEPT_CURRENT.items()},
-        expected_calls=expected_calls(
-            passes=PASSES,
-            num_microbatches=2,
-            ranks_per_stage=2,
-            moe_layers=(1, 2),
-            recomputed=(1,),
-            kept_layers=(OUTPUT,),
-        ),
+        streams={name: StreamExpectation(**fields) for name, fields in expected.items()},
     )
-    return StepExpectation(**{**values, **changes})
 
 
 def judged(calls, threshold: float = 0.03, **changes) -> StepVerdict:
@@ -152,25 +160,18 @@ def test_agreement_is_that_of_the_first_forwards_and_of_sampling_mask_there():
     assert shares["chance_equal"] == pytest.approx(1 / 28)
     # without an old-log-prob pass the train forward is the first
     calls = [c for c in right_step() if c.replay_pass == "train"]
-    only = expected_calls(
-        passes=("train",),
-        num_microbatches=2,
-        ranks_per_stage=2,
-        moe_layers=(1, 2),
-        recomputed=(1,),
-        kept_layers=(OUTPUT,),
-    )
+    of_routes = expected_calls((1, 2), 4, ("train",), (1,))
+    of_masks = expected_calls((OUTPUT,), 4, ("train",))
     verdict = judged(
         calls,
-        expected_calls=only,
-        expected_rows_current={"train": 80},
-        expected_masks_current={"train": 40},
+        routes={"calls": of_routes, "rows_current": {"train": 80}},
+        masks={"calls": of_masks, "rows_current": {"train": 40}},
     )
     assert verdict.passed and verdict.agreement["stale_equal"] == (90 - 40) / 60
 
 
 def test_no_row_has_no_shares_and_rows_of_one_kind_have_no_shares_of_the_other():
-    zero = StepTotals(SHAPE).counters(("train", "replay_forward", 1))
+    zero = StepTotals(SHAPE).counters(("train", "routes", "replay_forward", 1))
     assert agreement_shares([zero], SHAPE) == {}
     whole = {**zero, "rows_replayed": 10, "rows_current": 12, "rows_equal": 5}
     shares = agreement_shares([whole], SHAPE)  # of those current, two have a missing slot
@@ -307,7 +308,7 @@ def test_of_a_rank_that_sees_copies_calls_and_their_errors_count_alone(name, cou
     ],
 )
 def test_a_fault_in_sampling_mask_fails_its_own_quantities(change, what):
-    place = dict(replay_pass="train", stage=SAMPLING_MASK, rank=0)
+    place = dict(replay_pass="train", stream=SAMPLING_MASK, rank=0)
     failures = judged(at(right_step(), change, **place), threshold=1.0).failures
     assert {f.what for f in failures} == what
     assert {f.layer_number for f in failures} <= {OUTPUT}
@@ -315,9 +316,9 @@ def test_a_fault_in_sampling_mask_fails_its_own_quantities(change, what):
 
 @pytest.mark.parametrize("never", [2 * FILLED - 1, 2 * FILLED + 1, None])
 def test_rows_that_are_filled_are_those_that_no_server_computed(never):
-    failures = judged(right_step(), rows_never_computed=never).failures
+    failures = judged(right_step(), routes={"rows_without_choice": never}).failures
     assert {f.what for f in failures} == ({"rows_left_out"} if never else set())
-    assert SAMPLING_MASK not in {f.stage for f in failures}
+    assert SAMPLING_MASK not in {f.stream for f in failures}
     assert {f.got for f in failures} == ({2 * FILLED - never} if never else set())
 
 
@@ -331,7 +332,7 @@ def test_the_sums_of_distinct_expert_ids():
     [
         {"replay_pass": "old_log_prob", "stage": "replay_backward"},
         {"layer_number": 5},
-        {"stage": SAMPLING_MASK, "layer_number": 2, "map_sum": 777},
+        {"stream": SAMPLING_MASK, "layer_number": 2, "map_sum": 777},
     ],
     ids=str,
 )
@@ -345,17 +346,16 @@ def test_a_call_in_a_place_where_nobody_expected_one_fails(change):
         1,
         0,
     )
-    place = (failure.replay_pass, failure.stage, failure.layer_number)
-    unexpected = replace(extra, **change)
-    assert place == (unexpected.replay_pass, unexpected.stage, unexpected.layer_number)
+    place = attrgetter("replay_pass", "stream", "stage", "layer_number")
+    assert place(failure) == place(replace(extra, **change))
 
 
 def test_calls_of_a_pass_that_nobody_expected_fail():
     calls = right_step()
+    two = ("old_log_prob", "train")
     only = expectation(
-        expected_calls={
-            p: of for p, of in expectation().expected_calls.items() if p != "ref_log_prob"
-        }
+        routes={"calls": expected_calls((1, 2), 4, two, (1,))},
+        masks={"calls": expected_calls((OUTPUT,), 4, two)},
     )
     totals = StepTotals(SHAPE)
     for call in calls:
@@ -395,7 +395,7 @@ def test_the_threshold_is_the_share_of_current_rows_and_sampling_mask_have_it_to
     )
     claim, text = verdict.failed_claim()
     assert claim == "threshold" and text.startswith("R3 mismatch tokens (7) > threshold (6)")
-    kept = dict(replay_pass="train", stage=SAMPLING_MASK, rank=0)
+    kept = dict(replay_pass="train", stream=SAMPLING_MASK, rank=0)
 
     def of_kept(c):
         return {
@@ -406,7 +406,7 @@ def test_the_threshold_is_the_share_of_current_rows_and_sampling_mask_have_it_to
         }
 
     verdict = judged(at(right_step(), of_kept, **kept), threshold=0.05)
-    assert [f.stage for f in verdict.above_threshold] == [SAMPLING_MASK]
+    assert [f.stream for f in verdict.above_threshold] == [SAMPLING_MASK]
     # the first place is the one that the error names
     both = at(at(right_step(), mismatching(7), **place), of_kept, **kept)
     verdict = judged(both, threshold=0.05)
@@ -436,7 +436,7 @@ def test_rows_of_other_weights_above_the_share_are_a_warning_that_names_the_wors
     # the reference's own weights and sampling masks are not those that grow stale
     reference = dict(place, replay_pass="ref_log_prob", layer_number=1)
     assert judged(at(right_step(), stale(50), **reference), threshold=0.05).stale_warning is None
-    kept = dict(replay_pass="old_log_prob", stage=SAMPLING_MASK, rank=0)
+    kept = dict(replay_pass="old_log_prob", stream=SAMPLING_MASK, rank=0)
 
     def of_kept(c):
         return {"rows_mismatch": 20, "rows_equal": 30, "rows_overlap": 0}
@@ -445,7 +445,9 @@ def test_rows_of_other_weights_above_the_share_are_a_warning_that_names_the_wors
 
 
 def test_a_failure_ends_a_job_with_the_first_eight_and_the_number_of_the_others():
-    failures = [Failure("train", "replay_forward", n, "num_calls", n, 0) for n in range(1, 12)]
+    failures = [
+        Failure("train", "routes", "replay_forward", n, "num_calls", n, 0) for n in range(1, 12)
+    ]
 
     def text(found, **more) -> str:
         claim, said = StepVerdict(3, found, [], None, {}, **more).failed_claim()
@@ -466,34 +468,19 @@ def test_a_failure_ends_a_job_with_the_first_eight_and_the_number_of_the_others(
     assert StepVerdict(3, [], [], None, {}).failed_claim() == ("", "")
 
 
-def test_expected_calls_are_those_of_all_microbatches_on_all_ranks_of_a_stage():
-    calls = expected_calls(
-        passes=("old_log_prob", "train"),
-        num_microbatches=3,
-        ranks_per_stage=4,
-        moe_layers=(2, 3),
-        recomputed=(1, 3),
-        kept_layers=(5,),
-    )
+def test_expected_calls_are_those_of_each_layer_and_again_of_recomputed_ones_in_train():
+    calls = expected_calls((2, 3), 12, ("old_log_prob", "train"), (1, 3))
     forward = {2: 12, 3: 12}
     assert calls == {
-        "old_log_prob": {
-            "replay_forward": forward,
-            "replay_backward": {},
-            SAMPLING_MASK: {5: 12},
-        },
-        "train": {
-            "replay_forward": forward,
-            "replay_backward": {3: 12},
-            SAMPLING_MASK: {5: 12},
-        },
+        "old_log_prob": {"replay_forward": forward, "replay_backward": {}},
+        "train": {"replay_forward": forward, "replay_backward": {3: 12}},
     }
-    assert expectation(expected_calls=calls).total_calls() == 12 * 5
+    assert expectation(routes={"calls": calls}).total_calls() == 12 * 5
 
 
 def test_a_table_holds_every_place_and_counter_and_totals_merge():
     one, other = StepTotals(SHAPE), StepTotals(SHAPE)
-    calls = [c for c in right_step() if c.stage != SAMPLING_MASK]
+    calls = right_step()
     for i, call in enumerate(calls):
         (one if i % 2 else other).add(call)
     whole = StepTotals(SHAPE)
@@ -503,6 +490,5 @@ def test_a_table_holds_every_place_and_counter_and_totals_merge():
     assert again.cells == whole.cells
     one.merge(other)
     assert one.cells == whole.cells
-    assert again.counters(("train", "replay_backward", 2)) == dict.fromkeys(
-        again.counters(("train", "replay_backward", 1)), 0
-    )
+    place = "train", "routes", "replay_backward"
+    assert again.counters((*place, 2)) == dict.fromkeys(again.counters((*place, 1)), 0)

@@ -164,7 +164,7 @@ def test_sums_have_the_totals_of_their_calls_on_every_kind_of_rank():
         for changes in (
             {"fingerprint": (1 << 64) - 5},
             {"stage": "replay_backward"},
-            {"stage": "sampling_mask", "layer_number": 4, "map_sum": r.replay_idx_sum},
+            {"stream": "sampling_mask", "layer_number": 1, "map_sum": r.replay_idx_sum},
             {"vp_stage": 1, "layer_number": r.layer_number + 4},
             {"counts_tokens": False, "rows_recompute_differ": 3},
         )
