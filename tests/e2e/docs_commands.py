@@ -49,7 +49,7 @@ RULES = (
         "tests/e2e/test_demo_learns.py::test_make_demo_learns_with_r3_exact_at_every_step",
     ),
     Rule(
-        r"make test ",
+        r"make test(-all)? ",
         Kind.ELSEWHERE,
         "is what runs these tests",
         "tests/e2e/test_docs_commands.py::test_ci_runs_the_test_command",

@@ -21,6 +21,12 @@ def half(prompt, text, ids):
     return 0.5
 
 
+def even_and_small(prompt, text, ids):
+    """The share of even tokens, and how small the first token is; a third number is not asked for."""
+    even = float(np.mean([token % 2 == 0 for token in ids]))
+    return {"even": even, "small": -ids[0] / 10, "unused": 1e6}
+
+
 def number(prompt, text, ids):
     return len(ids)
 
