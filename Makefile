@@ -38,7 +38,7 @@ LONGEST := tests/e2e/test_slurm.py tests/oracle tests/rehearsal \
 REST_TESTS := $(LONGEST) $(filter-out $(LONGEST),$(sort $(wildcard tests/e2e/test_*.py))) tests/browser
 # quick tests often wait: four at once keep two cores busy.  A job of two ranks keeps little more than one
 # core busy: two files at once, each in one process
-PYTEST := OMP_NUM_THREADS=1 .venv/bin/python -m pytest --quiet
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --quiet
 BY_FILE := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 BIN := .venv/bin

@@ -185,7 +185,7 @@ RULES = (
         r"r3train convert ",
         Kind.ELSEWHERE,
         "needs a checkpoint of a run",
-        "tests/e2e/test_sft.py::test_a_model_learns_its_conversations_and_is_exported_as_ever",
+        "tests/e2e/test_sft.py::test_a_short_job_has_transformers_loss_and_its_checkpoint_converts_to_its_export",
     ),
     Rule(
         r"r3train init ",

@@ -25,6 +25,7 @@ from r3train.cli import main
 from r3train.engine.control import EngineControl
 from r3train.loop.replay_source import load_rollout
 from r3train.observe.prometheus import exported_name
+from r3train.trainer.megatron.saved_state import CHECKSUMS
 
 pytestmark = [pytest.mark.e2e, pytest.mark.gate]
 
@@ -203,6 +204,7 @@ def test_two_steps_a_kill_and_two_steps_are_four_bit_for_bit(tmp_path, replay_fl
         tmp_path / "resumed", *flags, "--auto-resume", "--save-hf", str(tmp_path / "hf")
     )
     assert resumed.code == 0, resumed.output
+    assert CHECKSUMS not in resumed.output  # nothing to note
     assert [m["step"] for m in resumed.metrics()] == [2, 3]
     jobs.same_numbers(replayed.metrics()[2:], resumed.metrics())
     whole = replayed.run_dir.parent / "hf" / WEIGHTS
