@@ -14,6 +14,7 @@ from collections import Counter
 import numpy as np
 
 PATH = f"{__name__}:"
+_TOGETHER = threading.Barrier(512)
 calls: Counter[str] = Counter()
 
 
@@ -56,6 +57,11 @@ def by_prompt(prompt, text, ids):
 
 def one_second(prompt, text, ids):
     time.sleep(1)
+    return 1.0
+
+
+def with_511_others(prompt, text, ids):
+    _TOGETHER.wait()
     return 1.0
 
 
