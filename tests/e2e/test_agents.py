@@ -97,19 +97,19 @@ CAUGHT = {
 }
 
 
-@pytest.mark.parametrize(
-    "bug", [pytest.param("fork_trains_its_prefix", marks=pytest.mark.gate), "chain_is_lost"]
-)
+# the gate's own are in the evidence of the job above, and in test_planted_session_bugs.py
+@pytest.mark.parametrize("bug", CAUGHT)
 def test_a_job_whose_sessions_lose_or_double_tokens_ends(bug, flags, tmp_path, monkeypatch):
     prepare_device()
     from tests.oracle.planted import planted_by
 
     assert {found.name for found in planted_by("tests/e2e/test_agents.py")} == set(CAUGHT)
     monkeypatch.setenv(WAITS_FOR, str(tmp_path / "run" / "metrics.jsonl"))
-    agent = ("--agent", "tests.e2e.scripted_agent:branching", "--agent-tool-call-parser", "none")
+    agent = ("--agent", "tests.e2e.scripted_agent:branching", "--num-rollout", "1")
+    parsers = ("--agent-tool-call-parser", "none", "--agent-reasoning-parser", "none")
     job = jobs.run(
         tmp_path / "run",
-        *(*flags, *agent, "--r3-audit-share", "0"),
+        *(*flags, *agent, *parsers, "--r3-audit-share", "0"),
         program=("-m", "tests.e2e.train_with_bug", bug),
     )
     assert job.code != 0

@@ -42,7 +42,7 @@ IN_GATE = (
     "dp2_distopt",
     "pp2_uneven",
     "vpp2pp2",
-    "cp2_glm",
+    "cp2",
     "tp2ep2etp2",
 )
 
