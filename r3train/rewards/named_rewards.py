@@ -120,7 +120,7 @@ class CustomReward:
         ]
         arguments = self._signature.arguments(sent_samples)
         value = await self._workers.call(arguments, timeout_s=timeout_s)
-        if not self._signature.of_list:
+        if not self._signature.takes_list:
             return value
         if not isinstance(value, list) or len(value) != 1:
             raise CallFailed(

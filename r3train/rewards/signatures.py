@@ -24,11 +24,11 @@ class Signature:
     """A way to call a reward function.
 
     arguments: of some samples (one, unless the function scores a group), by position or by name.
-    of_list: the function scores lists and is given one of one sample.
+    takes_list: the function scores lists: it is called with a list of one sample.
     """
 
     arguments: Callable[[Sequence[RolloutSample]], Arguments]
-    of_list: bool = False
+    takes_list: bool = False
 
 
 def signature_of(

@@ -54,7 +54,7 @@ def _framed(content: bytes) -> bytes:
     return LENGTH.pack(len(content)) + content
 
 
-def taken(content: bytearray) -> tuple[int, str | None, Any] | None:
+def take_answer(content: bytearray) -> tuple[int, str | None, Any] | None:
     """Take the first answer out of what was read so far: number, error and value; None while it is not whole.
 
     Raises ValueError for what is no answer: code of the user can write to the socket.

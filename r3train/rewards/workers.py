@@ -15,7 +15,7 @@ import subprocess
 import sys
 from typing import Any
 
-from r3train.rewards.worker import Task, packed, taken
+from r3train.rewards.worker import Task, packed, take_answer
 
 # importing the function's module may import much more
 _START_S = 300.0
@@ -177,7 +177,7 @@ class _Stream(asyncio.Protocol):
         if self._ended is not None:
             return None
         try:
-            return taken(self._content)
+            return take_answer(self._content)
         except ValueError as error:
             self._ended = f"wrote to the socket of its process: {error}"
             self._transport.abort()
@@ -193,7 +193,7 @@ class _Stream(asyncio.Protocol):
             # its socket closes a little before its exit code is known
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_EXIT_S)
-            self._ended = _how(self._process.returncode)
+            self._ended = _cause_of_end(self._process.returncode)
         _kill(self._process)
         for future in self._answers.values():
             if not future.done():
@@ -211,7 +211,7 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def _how(code: int | None) -> str:
+def _cause_of_end(code: int | None) -> str:
     """The way in which a process ended, from its exit code."""
     if code is not None and code < 0:
         return f"ended its process (signal {signal.Signals(-code).name})"

@@ -410,7 +410,7 @@ def test_turns_of_tools_keep_thoughts_with_either_history(history):
 
 
 @pytest.mark.parametrize(
-    "said, tools, history, differs",
+    "texts, tools, history, differs",
     [
         (["well<|end|>", "good<|end|>"], (), "append", 0),
         (["(hm)well<|end|>", "good<|end|>"], (), "append", 1),  # the template drops the thought
