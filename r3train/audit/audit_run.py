@@ -35,7 +35,6 @@ from r3train.audit.evidence_schema import (
 from r3train.audit.findings import Audit, AuditedStep, CUSTODY, Finding, ranges, RECHECK, SERVED
 from r3train.chat.token_ledger import ledger_problems
 from r3train.config.files import read_toml
-from r3train.data.rotated_files import parts_of
 from r3train.observe.metrics import METRICS_FILE
 from r3train.proof.controls import beaten_by
 from r3train.proof.custody_verdict import judge_custody

@@ -5,7 +5,7 @@ Pure, and done by rank 0 only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, groupby
@@ -43,6 +43,7 @@ from r3train.types import (
     RowClass,
     SAMPLING_MASK,
     SAMPLING_MASK_LAYER,
+    StreamName,
     Scored,
     TrainSample,
 )

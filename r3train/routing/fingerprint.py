@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from r3train.ids import PADDING_UID, token_uids
+from r3train.ids import token_uids
 from r3train.types import missing_marker
 
 # odd 64-bit constants; the finaliser is splitmix64's (Steele, Lea, Flood 2014)

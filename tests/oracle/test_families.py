@@ -25,7 +25,6 @@ from r3train.hf_checkpoint import is_trained, read_headers
 from r3train.ids import token_uids
 from r3train.verify.tiny import random_model, save
 from r3train.families.tiny_options import TinyOptions
-from r3train.cpu.torchvision_stub import declare_torchvision_ops
 from tests.hf_reference import HfReference
 from tests.oracle import actors
 from tests.oracle.actors import (

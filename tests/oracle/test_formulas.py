@@ -6,7 +6,6 @@ with each line of ``changed_formulas``, which must show.  No ranks: what topolog
 
 from __future__ import annotations
 
-from dataclasses import replace
 
 import numpy as np
 import pytest

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch.distributed.checkpoint import FileSystemReader
 
 from r3train.config.checkpoint_settings import CheckpointSection

@@ -3,7 +3,6 @@
 import pytest
 
 from r3train.config import RunConfig
-from r3train.config.cross_checks import check_static
 from r3train.config.sources import ConfigError
 
 BASE = {

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 
 import pytest
 
-from r3train.config.cross_checks import check_model, check_static
+from r3train.config.cross_checks import check_model
 from r3train.config.hf_facts import read_hf_facts
 from r3train.config.lora_settings import LoraSection
 from r3train.families import tensor_names

@@ -29,7 +29,6 @@ from r3train.environments.calculator import Calculator, calculator_prompts, calc
 from r3train.algo.trajectories import validate_trajectories
 from r3train.engine.backend import SamplingParams
 from r3train.generation.conversation import Conversation
-from r3train.generation import producer as producers
 from r3train.generation.producer import Producer
 from r3train.generation.rollout_task import RequestSettings, Episodes
 from r3train.verify.tiny import TinyOptions, build

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from operator import attrgetter
 
-import msgspec
 import pytest
 
 from r3train.proof.judge import (
@@ -24,7 +23,6 @@ from r3train.proof.judge import (
     StepTotals,
     StepVerdict,
     StreamExpectation,
-    sums_of,
 )
 from r3train.types import ReplayEvidence, RouteShape, SAMPLING_MASK
 from r3train.types import SAMPLING_MASK_LAYER as OUTPUT

@@ -9,7 +9,6 @@ import resource
 import socket
 import subprocess
 import sys
-import time
 
 import psutil
 import pytest
