@@ -8,9 +8,10 @@ from __future__ import annotations
 import tomllib
 from collections import defaultdict
 from importlib.resources import files
+from typing import Any
 
 
-def _table(name: str) -> dict[str, dict[str, str]]:
+def _table(name: str) -> dict[str, dict[str, Any]]:
     return tomllib.loads(files("r3train.config").joinpath(name).read_text(encoding="utf-8"))
 
 
@@ -25,6 +26,7 @@ for _name, _here in _WHOLE.items():
 PEERS = _TRIED | _WHOLE | {short: here.pop() for short, here in _MEANINGS.items() if len(here) == 1}
 # what r3train had a release ago -> what to use instead
 _REMOVED = _table("removed.toml")
+REMOVED_DEFAULTS = {name: row["default"] for name, row in _REMOVED["settings"].items()}
 
 
 def removed(name: str, command: str = "") -> str:
@@ -33,5 +35,6 @@ def removed(name: str, command: str = "") -> str:
     "" for a name that never was, or is still there.
     """
     word = name.removeprefix("--").replace("-", "_")
-    here = _REMOVED["settings"].get(word) or _REMOVED["commands"].get(f"{command} {name}".strip())
+    setting = _REMOVED["settings"].get(word, {})
+    here = setting.get("instead") or _REMOVED["commands"].get(f"{command} {name}".strip())
     return f" It was removed in this release. {here}" if here else ""

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from r3train.config.files import MAX_TOML_BYTES, parse_toml
-from r3train.config.peers import PEERS, removed
+from r3train.config.peers import PEERS, removed, REMOVED_DEFAULTS
 
 if TYPE_CHECKING:
     from r3train.config.run import RunConfig
@@ -185,6 +185,9 @@ def read_tables(
                     f"{path}: {alias} is {name}, which is given too: give one of the two"
                 )
             table.setdefault(name, table.pop(alias))
+        for name, default in REMOVED_DEFAULTS.items():
+            if name in table and table[name] == default:
+                del table[name]  # a run's own config.toml names every setting of its release
     sections = list(config.model_fields)
     for section, table in content.items():
         if section in known and not (section in sections and isinstance(table, dict)):

@@ -8,7 +8,7 @@ import sys
 import pytest
 from pydantic import ValidationError
 
-from r3train.config import ConfigError, RunConfig
+from r3train.config import ConfigError, peers, RunConfig
 from r3train.config.sources import places
 
 REQUIRED = {
@@ -105,6 +105,15 @@ def test_a_former_name_of_a_setting_works_as_a_key_and_is_written_by_its_new_one
     made = RunConfig.from_toml(toml(tmp_path, "[replay]\nr3_audit_share = 0.5"), REQUIRED)
     assert made.replay.r3_recheck_share == 0.5
     assert "r3_recheck_share = 0.5" in made.to_toml() and "r3_audit_share" not in made.to_toml()
+
+
+@pytest.mark.parametrize("name, default", sorted(peers.REMOVED_DEFAULTS.items()))
+def test_a_removed_setting_is_passed_over_at_its_default_and_refused_at_another_value(
+    tmp_path, name, default
+):
+    RunConfig.from_toml(toml(tmp_path, f"[replay]\n{name} = {default}"), REQUIRED)
+    with pytest.raises(ConfigError, match=f"{name}.*removed"):
+        RunConfig.from_toml(toml(tmp_path, f"[replay]\n{name} = 0.5"), REQUIRED)
 
 
 def test_the_resolved_config_reads_back_equal(tmp_path):
