@@ -38,7 +38,8 @@ _WIDTH = 78  # columns of a line, behind the "# " of a dry run
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
-@click.argument("recipe")
+@click.argument("recipe", required=False)
+@click.option("--config", "named", metavar="RECIPE", help="RECIPE, as other commands take it.")
 @click.option("--gpus", type=click.IntRange(1), help="GPUs that train.  [default: --world-size]")
 @click.option(
     "--gpu-memory-gb",
@@ -47,7 +48,11 @@ _WIDTH = 78  # columns of a line, behind the "# " of a dry run
 )
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED)
 def estimate(
-    recipe: str, gpus: int | None, gpu_memory_gb: float | None, flags: tuple[str, ...]
+    recipe: str | None,
+    named: str | None,
+    gpus: int | None,
+    gpu_memory_gb: float | None,
+    flags: tuple[str, ...],
 ) -> None:
     """Say what a run of RECIPE will hold, from config.json alone, and which topologies fit.
 
@@ -56,6 +61,10 @@ def estimate(
     RECIPE with the flags of the topology that is recommended.  It reads no weights, tokenizer or prompts, asks no
     server, and needs no GPU.  Exit code: 0 if a topology fits, 1 if none does, 2 wrong usage.
     """
+    if named is not None:  # then the first word without a dash is a flag's
+        recipe, flags = named, (*filter(None, [recipe]), *flags)
+    if recipe is None:
+        raise click.UsageError("which recipe? r3train recipes lists those with a name")
     with usage_errors():
         given = ["--config", str(recipe_path(recipe)), *flags]
         config = parse_train_flags(given, prog_name="estimate")

@@ -40,6 +40,11 @@ def elsewhere(tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
+def test_a_recipe_is_named_as_other_commands_take_it():
+    words = ("--gpus", 8, "--lora-rank", 8)
+    assert run("--config", "qwen3_30b_a3b", *words) == run("qwen3_30b_a3b", *words)
+
+
 def test_a_bare_name_and_two_numbers_are_enough():
     output = run("qwen3_30b_a3b", "--gpus", 8, "--gpu-memory-gb", 80)
     lines = output.splitlines()
