@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,16 @@ FEW_ROWS = ("--lr", "5e-4")
 R3_FLAGS = ["--use-rollout-routing-replay", "--enable-r3-correctness-check"]
 # for jobs whose server stands behind a proxy that counts or spoils every answer
 NO_CANARIES = ("--r3-canaries", "0")
+# of the run in conftest.py whose rollouts others train again: how it trains, and how many rollouts it has
+RECORDED = 4
+REWARD_WEIGHTS = 1.0, 0.25
+RECORDED_FLAGS = (
+    *R3_FLAGS,
+    *("--reuse-log-probs", "off", "--log-route-drift", "--num-rollout", str(RECORDED)),
+    *("--custom-rm-path", "tests.unit.reward_functions:even_and_small"),
+    *("--reward-keys", "even", "small", "--reward-weights", *map(str, REWARD_WEIGHTS)),
+    *("--advantage-estimator", "gdpo"),
+)
 
 
 @dataclass(frozen=True)
@@ -31,6 +41,8 @@ class Job:
     code: int
     output: str
     run_dir: Path
+    # by step, what its metrics port served then
+    scraped: dict[int, dict[str, float]] = field(default_factory=dict)
 
     def metrics(self) -> list[dict]:
         """The job's metrics; each must be one that docs/metrics.md names."""

@@ -14,11 +14,18 @@ from collections import Counter
 import numpy as np
 
 PATH = f"{__name__}:"
+_TOGETHER = threading.Barrier(512)
 calls: Counter[str] = Counter()
 
 
 def half(prompt, text, ids):
     return 0.5
+
+
+def even_and_small(prompt, text, ids):
+    """The share of even tokens, and how small the first token is; a third number is not asked for."""
+    even = float(np.mean([token % 2 == 0 for token in ids]))
+    return {"even": even, "small": -ids[0] / 10, "unused": 1e6}
 
 
 def number(prompt, text, ids):
@@ -50,6 +57,11 @@ def by_prompt(prompt, text, ids):
 
 def one_second(prompt, text, ids):
     time.sleep(1)
+    return 1.0
+
+
+def with_511_others(prompt, text, ids):
+    _TOGETHER.wait()
     return 1.0
 
 
