@@ -21,7 +21,7 @@ OF_FIRST_STEP = 16
 WAITS_FOR = "SCRIPTED_AGENT_WAITS_FOR"
 # Most tokens of a turn's answer, if not 6: updates and faults come in the middle of long ones.
 TOKENS = "SCRIPTED_AGENT_TOKENS"
-_numbers = itertools.count()
+_numbers, _sessions = itertools.count(), itertools.count()
 TOOLS = [{"type": "function", "function": {"name": "make", "parameters": {}}}]
 
 
@@ -82,6 +82,11 @@ async def branching(task: AgentTask, step: int = 1) -> float:
     )
     await ask({"role": "user", "content": "name"})
     return reward
+
+
+async def run_or_branch(task: AgentTask) -> float:
+    """As ``run`` and as ``branching`` in turn."""
+    return await (run if next(_sessions) % 2 else branching)(task)
 
 
 async def every_other(task: AgentTask) -> float:

@@ -10,7 +10,8 @@ from r3train.verify.tiny import TinyOptions, build
 from r3train.types import RowClass
 from tests.e2e import jobs
 
-pytestmark = pytest.mark.e2e
+# in the gate by test_agents.py; tests/oracle/test_route_exchange.py holds what is sent and freed
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 # the demo learns in big steps: what is claimed here is exact, and not how far a stale router drifts
 R3 = [*jobs.R3_FLAGS, "--r3-mismatch-threshold", "1"]
@@ -48,7 +49,6 @@ def test_every_step_is_proved_and_no_route_comes_to_rank_0s_client(stored):
 
 
 # tests/oracle/test_route_exchange.py compares the very bytes of the slices
-@pytest.mark.slow
 def test_the_same_rollouts_without_stores_give_the_same_fingerprints_and_the_same_first_loss(
     stored, tmp_path, tiny_flags
 ):
@@ -68,7 +68,6 @@ def test_the_same_rollouts_without_stores_give_the_same_fingerprints_and_the_sam
         assert {name: a[name] for name in same} == {name: b[name] for name in same}
 
 
-@pytest.mark.slow
 def test_without_stores_the_routes_come_to_rank_0s_client(tmp_path, tiny_flags, engine):
     job = jobs.run(
         tmp_path / "run",
@@ -82,7 +81,6 @@ def test_without_stores_the_routes_come_to_rank_0s_client(tmp_path, tiny_flags, 
 
 
 @pytest.mark.parametrize("bug", ["one_expert", "token_shift", "layer_swap"])
-@pytest.mark.slow
 def test_a_planted_bug_fails_with_stores_too(bug, tmp_path, tiny_flags, engine):
     job = jobs.run(
         tmp_path / "run",
@@ -97,7 +95,6 @@ def test_a_planted_bug_fails_with_stores_too(bug, tmp_path, tiny_flags, engine):
     assert [place["ranks"] for place in verdict["places"]] == [[0], [1]]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("samples", ["trajectory", "turn"])
 def test_conversations_are_put_together_of_their_turns_rows(samples, tmp_path, engine):
     build(tmp_path / "tiny", TinyOptions(task="calculator"), force=True)
@@ -118,7 +115,6 @@ def test_conversations_are_put_together_of_their_turns_rows(samples, tmp_path, e
     assert counts == [16, 16] if samples == "trajectory" else all(c > 16 for c in counts)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     "topology",
