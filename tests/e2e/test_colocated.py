@@ -126,36 +126,43 @@ def released_its_pool(job: jobs.Job, expected: list[str]) -> None:
     assert all(growth < -0.9 * pool for what, growth in kv[1:] if what == "released"), kv
 
 
-def test_a_colocated_job_takes_turns_resumes_and_learns_what_another_learns_from_its_rollouts(
+@pytest.mark.gate
+def test_a_colocated_job_takes_turns_and_learns_what_another_learns_from_its_rollouts(
     tmp_path, tiny_flags
 ):
     """R3 proved, and the same numbers as a trainer that never left its memory."""
-    saved = tmp_path / "ck"
-    flags = [*tiny_flags, *COLOCATED, "--save", str(saved), "--auto-resume"]
-    job = jobs.run(tmp_path / "run", *flags, "--num-rollout", "4", "--dump-rollouts", "--ci-test")
+    flags = [*tiny_flags, *jobs.R3_FLAGS, "--max-weight-staleness", "0", "--ci-test"]
+    flags += ["--num-rollout", "4"]
+    job = jobs.run(tmp_path / "run", *flags, "--colocate", "--dump-rollouts")
     assert job.code == 0, job.output
     proved(job.run_dir, range(4))
     # the actor reads what a server said in its turn, before it trains on that turn's samples
     assert [m.get("served/passed") for m in job.metrics()] == [None, True, True, True]
     assert held(job.run_dir) == [("the actor", "nothing"), *(3 * ONE_TURN), *ONE_TURN[:2]]
     released_its_pool(job, [*(3 * ["released", "resumed"]), "released"])
-    # its server is sent the checkpoint's weights before it generates; all updates are compared bit for bit
-    flags += ["--save-interval", "1", "--check-weight-update-equal", "--r3-check-interval", "3"]
-    resumed = jobs.run(tmp_path / "resumed", *flags, "--num-rollout", "6")
-    assert resumed.code == 0, resumed.output
-    assert pointer(saved) == 6
-    proved(resumed.run_dir, range(4, 6), unchecked=[5])  # the first of a start is checked
-    assert all(m["served/passed"] for m in resumed.metrics())
-    assert all(m["train/weight_probe_gap"] <= 1e-4 for m in resumed.metrics())
-    flags = [*tiny_flags, *jobs.R3_FLAGS, "--max-weight-staleness", "0", "--ci-test"]
     replayed = jobs.run(
-        *(tmp_path / "replayed", *flags, "--num-rollout", "4"),
-        *("--replay-rollouts", str(job.run_dir / "rollouts")),
+        tmp_path / "replayed", *flags, "--replay-rollouts", str(job.run_dir / "rollouts")
     )
     assert replayed.code == 0, replayed.output
     jobs.same_numbers(job.metrics(), replayed.metrics())
 
 
+def test_a_colocated_job_resumes_and_all_its_updates_are_equal_bit_for_bit(tmp_path, tiny_flags):
+    saved = tmp_path / "ck"
+    flags = [*tiny_flags, *COLOCATED, "--save", str(saved), "--auto-resume"]
+    job = jobs.run(tmp_path / "run", *flags, "--num-rollout", "3")
+    assert job.code == 0, job.output
+    # its server is sent the checkpoint's weights before it generates
+    flags += ["--save-interval", "1", "--check-weight-update-equal", "--r3-check-interval", "3"]
+    resumed = jobs.run(tmp_path / "resumed", *flags, "--num-rollout", "5")
+    assert resumed.code == 0, resumed.output
+    assert pointer(saved) == 5
+    proved(resumed.run_dir, range(3, 5), unchecked=[4])  # the first of a start is checked
+    assert all(m["served/passed"] for m in resumed.metrics())
+    assert all(m["train/weight_probe_gap"] <= 1e-4 for m in resumed.metrics())
+
+
+@pytest.mark.gate
 def test_a_colocated_server_without_the_update_ends_the_run_before_its_samples_are_trained(
     tmp_path, tiny_flags
 ):
