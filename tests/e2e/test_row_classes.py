@@ -17,7 +17,6 @@ from r3train.engine.backend import SamplingParams
 from r3train.engine.client import SGLangClient
 from r3train.engine.control import EngineControl
 from r3train.engine.publish import DistributedPublisher
-from r3train.engine.server import SGLangServer
 from r3train.loop.rollout_file import read_samples
 from r3train.types import RolloutSample, RowClass
 
@@ -26,10 +25,8 @@ PROMPT, RESPONSE = 24, 10
 
 
 @pytest.fixture(scope="module")
-def server(models, tmp_path_factory):
-    log = tmp_path_factory.mktemp("log") / "sglang.log"
-    with SGLangServer(models[0], log, return_routed_experts=True, start_timeout_s=200) as server:
-        yield server
+def server(model_server):
+    return model_server
 
 
 def counts(sample: RolloutSample) -> dict[str, int]:

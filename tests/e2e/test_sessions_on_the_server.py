@@ -22,7 +22,6 @@ from r3train.data.templates import ChatTemplate, SessionTemplate
 from r3train.engine.backend import SamplingParams
 from r3train.engine.client import SGLangClient
 from r3train.engine.control import EngineControl
-from r3train.engine.server import SGLangServer
 from r3train.generation import stitch
 from r3train.generation.sessions import Session, SessionSettings
 from r3train.types import missing_marker, RolloutSample
@@ -34,12 +33,10 @@ Ask = Callable[..., Awaitable[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def server(models, tmp_path_factory):
-    log = tmp_path_factory.mktemp("log") / "sglang.log"
-    with SGLangServer(models[0], log, return_routed_experts=True, start_timeout_s=200) as server:
-        with EngineControl([server.addr]) as control:
-            control.update_weights_from_disk(str(models[0]), weight_version=0)
-            yield server
+def server(model_server, models):
+    with EngineControl([model_server.addr]) as control:
+        control.update_weights_from_disk(str(models[0]), weight_version=0)
+        yield model_server
 
 
 async def read(text: str, tools: Any) -> Parsed:

@@ -20,7 +20,6 @@ from r3train.engine.control import EngineControl
 from r3train.generation.producer import Producer
 from r3train.generation.rollout_task import Asking
 from r3train.engine.client import SGLangClient
-from r3train.engine.server import SGLangServer
 from r3train.types import RolloutSample, RowClass
 from r3train.engine.publish import DistributedPublisher
 
@@ -28,10 +27,8 @@ pytestmark = pytest.mark.e2e
 
 
 @pytest.fixture(scope="module")
-def server(models, tmp_path_factory):
-    log = tmp_path_factory.mktemp("log") / "sglang.log"
-    with SGLangServer(models[0], log, return_routed_experts=True, start_timeout_s=200) as server:
-        yield server
+def server(model_server):
+    return model_server
 
 
 class Stranger:
