@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import psutil
 import pytest
@@ -39,13 +38,13 @@ async def test_a_text_is_read(parser):
 async def test_the_loop_answers_while_a_text_takes_long_which_counts_as_text_and_is_told_once(
     parser, caplog
 ):
-    late, last, process = 0.0, time.monotonic(), parser.pid
+    rounds, process = 0, parser.pid
     asked = asyncio.create_task(parser(_ENDLESS, _TOOLS))
     while not asked.done():
         await asyncio.sleep(0.01)
-        late, last = max(late, time.monotonic() - last), time.monotonic()
+        rounds += 1
     assert await asked == Parsed(_ENDLESS)
-    assert late < 1.0 < parser_process.LIMIT_S
+    assert rounds > 10, "the loop stood still"
     assert await parser(_ENDLESS, _TOOLS) == Parsed(_ENDLESS)
     [said] = [r.message for r in caplog.records if r.name == parser_process.__name__]
     assert "needed more than 2 s for 205 characters, which count as text: '[add(a=1" in said

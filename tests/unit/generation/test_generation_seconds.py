@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import json
 from dataclasses import replace
 
@@ -33,6 +34,7 @@ async def two_turns(generate, prompt, *, sampling, sample_id):
 
 def test_a_sample_says_how_long_it_was_waited_for_and_its_turns_add_up():
     engine = SimulatedEngine(length=lambda _: 20, slow=lambda sample_id: 1 + 9 * (sample_id > 0))
+    began = time.monotonic()
     with Producer(
         rollout_section(num_rollout=1, rollout_batch_size=1),
         lambda: engine,
@@ -41,11 +43,12 @@ def test_a_sample_says_how_long_it_was_waited_for_and_its_turns_add_up():
         episodes=Episodes(make=lambda prompt: two_turns),
     ) as producer:
         (group,) = producer.next_batch(0)
+        took = time.monotonic() - began
     quick, quick_whole, slow, whole = (sample for sample, _ in group)
     # ten ticks of 1 and of 10 ms; never less, and how much more is the machine's
     assert slow.generation_s >= 0.1 and quick.generation_s >= 0.01
     assert whole.generation_s >= slow.generation_s + 0.1
-    assert quick_whole.generation_s < 0.5
+    assert max(quick_whole.generation_s, whole.generation_s) <= took - 0.5
 
 
 def test_the_slowest_sample_of_a_step_is_noted_with_its_seconds():

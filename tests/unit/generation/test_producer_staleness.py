@@ -105,10 +105,9 @@ def test_over_sampling_at_staleness_0_drops_the_rest_of_every_step_and_says_so(p
 
     def slow_at_first(sample_id: int) -> int:
         slow = sample_id % 10 == 0 and sample_id not in seen
-        return 5000 if slow else 1
+        return 10_000_000 if slow else 1
 
     engine, outcomes = SimulatedEngine(slow=slow_at_first), []
-    began = time.monotonic()
     with producer_of(
         engine,
         outcomes,
@@ -121,7 +120,6 @@ def test_over_sampling_at_staleness_0_drops_the_rest_of_every_step_and_says_so(p
             train(producer, engine, [step])
             seen |= {sample_id for sample_id, _, _ in engine.asked}
         stats = producer.stats()
-    assert time.monotonic() - began < 5
     assert engine.cancelled, "what nobody wants any more does not run on"
     counts = stats["outcomes"]
     assert counts["trained"] == 12
@@ -301,10 +299,8 @@ def test_a_rollout_cancelled_before_it_began_gives_its_place_back():
     with producer_of(engine, [], num_rollout=1, rollout_max_concurrency=2) as producer:
         with producer.quiesced():
             producer._call(begin_and_cancel(producer))
-            end = time.monotonic() + 2
-            while producer.stats()["in_flight"] and time.monotonic() < end:
+            while producer.stats()["in_flight"]:  # or the next update would wait for ever
                 time.sleep(0.01)
-            assert producer.stats()["in_flight"] == 0  # or the next update would wait for ever
 
 
 def test_a_group_submitted_again_before_its_rollout_is_taken_is_waited_for():

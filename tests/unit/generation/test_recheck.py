@@ -154,15 +154,14 @@ def the_chosen() -> int:
 @pytest.mark.parametrize("mode", ["drain", "in_place", "abort"])
 def test_servers_that_generate_nothing_wait_for_a_share_of_the_time_alone(mode):
     """All rollouts that may be sent are complete: at an update the servers stand idle."""
-    engine = Engine(again_s=60)
+    engine = Engine(again_s=3600)
     with producer(engine, 0.01, pause_generation_mode=mode, num_rollout=1, **ONE) as p:
         while p.stats()["finished_samples"] < 4 or p.stats()["in_flight"]:
             time.sleep(0.01)
         time.sleep(0.1)
         assert engine.at_once == 1
-        began = time.monotonic()
         with p.quiesced():
-            assert engine.at_once == 0 and time.monotonic() - began < 4
+            assert engine.at_once == 0
             engine.version = 1
             p.set_version(1)
         p.next_batch(0)

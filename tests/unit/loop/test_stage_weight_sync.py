@@ -166,10 +166,9 @@ def test_what_ends_a_leaders_broadcast_is_raised_on_rank_0_and_all_go_on_in_new_
 ):
     publish_both(ranks, "a", "xyz")
     ranks.servers.fails["y"] = error
-    began = time.monotonic()
     with pytest.raises(type(error)) as raised:
         publish_both(ranks, "ab", "xyz")
-    assert raised.value is error and time.monotonic() - began < 10
+    assert raised.value is error
     assert ranks.servers.calls[-1][2] == ["y"], "nothing is asked of the servers after it"
     ranks.rank_0.abandon()
     ranks.servers = ranks.rank_0._engine = Servers()

@@ -65,17 +65,17 @@ async def test_a_server_that_fails_for_a_while_is_asked_again():
     assert next(statuses, None) is None
 
 
-async def test_512_answers_that_take_a_second_come_at_once():
+async def test_512_answers_are_asked_for_at_once():
+    together = asyncio.Barrier(512)
+
     async def handler(request):
-        await asyncio.sleep(1)
+        await together.wait()
         return web.json_response(1.0)
 
-    began = asyncio.get_running_loop().time()
     rewards = await score(
-        handler, *[sample()] * 512, reward_concurrency=512, **REMOTE | {"reward_timeout_s": 30.0}
+        handler, *[sample()] * 512, reward_concurrency=512, **REMOTE | {"reward_timeout_s": 300.0}
     )
     assert rewards == [1.0] * 512
-    assert asyncio.get_running_loop().time() - began < 20
 
 
 async def test_calls_that_run_at_once_share_connections_which_end_with_the_last_of_them():

@@ -137,13 +137,13 @@ def test_all_calls_share_the_state_of_one_process():
     assert sorted(scored(settings("counts_calls"), *many)) == [float(n + 1) for n in range(20)]
 
 
-@pytest.mark.parametrize("concurrency, at_least", [(512, 1), (256, 2)])
-def test_512_rewards_of_a_second_take_as_long_as_their_concurrency_says(concurrency, at_least):
-    began = time.monotonic()
+def test_512_rewards_are_computed_at_once_and_no_more_than_their_concurrency():
     samples = [sample(number=n) for n in range(512)]
-    rewards = scored(settings("one_second", reward_concurrency=concurrency), *samples)
-    assert rewards == [1.0] * 512
-    assert at_least <= time.monotonic() - began < 20
+    together = settings("with_511_others", reward_concurrency=512)
+    assert scored(together, *samples) == [1.0] * 512
+    began = time.monotonic()
+    assert scored(settings("one_second", reward_concurrency=256), *samples) == [1.0] * 512
+    assert time.monotonic() - began >= 2
 
 
 @pytest.mark.parametrize(
@@ -164,11 +164,9 @@ def test_512_rewards_of_a_second_take_as_long_as_their_concurrency_says(concurre
     ],
 )
 def test_a_reward_that_misbehaves_ends_in_one_message_with_prompt_and_function(name, message):
-    began = time.monotonic()
     about = f"^prompt p.jsonl:7: reward tests.unit.reward_functions:{name} {message}"
     with pytest.raises(ValueError, match=about):
         scored(settings(name, reward_timeout_s=1.0), sample())
-    assert time.monotonic() - began < 8
 
 
 @pytest.mark.parametrize("name", ["floods", "returns_much"])
