@@ -25,15 +25,21 @@ OF_FAMILY = $(if $(filter-out qwen3_moe,$(FAMILY)),--hf-checkpoint $(TINY)/model
 # further arguments for pytest: make test PYTEST_ARGS="-k wire"
 PYTEST_ARGS ?=
 
-# marks of tests: QUICK ones need one process, WHOLE ones servers, ranks or whole jobs; further ones,
-# of those that are slow: make test ALSO="or ci"
+# tests by their marks (pyproject.toml): QUICK ones need one process.  GATE and REST start servers, ranks or whole
+# jobs; further ones of those that are slow: make test-all ALSO="or ci"
 QUICK := not e2e and not ranks and not slow and not long
+GATE := gate and not slow and not long
 ALSO ?=
-WHOLE := ((e2e or ranks) and not slow and not long) $(ALSO)
+REST := ((e2e or ranks) and not gate and not slow and not long) $(ALSO)
 # the longest files first, so that no process is left with one of them at the end
+GATE_TESTS := $(foreach folder,oracle e2e,$(sort $(shell grep -l 'mark\.gate' tests/$(folder)/test_*.py)))
 LONGEST := tests/e2e/test_slurm.py tests/oracle tests/rehearsal \
-    $(patsubst %,tests/e2e/test_%.py,faults durability lora_job colocated updates_in_flight replay_jobs)
-WHOLE_TESTS := $(LONGEST) $(filter-out $(LONGEST),$(sort $(wildcard tests/e2e/test_*.py))) tests/browser
+    $(patsubst %,tests/e2e/test_%.py,durability colocated faults agents updates_in_flight lora_job)
+REST_TESTS := $(LONGEST) $(filter-out $(LONGEST),$(sort $(wildcard tests/e2e/test_*.py))) tests/browser
+# quick tests often wait: four at once keep two cores busy.  A job of two ranks keeps little more than one
+# core busy: two files at once, each in one process
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --quiet
+BY_FILE := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 BIN := .venv/bin
 # errors alone, and on a terminal each package with its bar: the first time takes minutes
@@ -49,7 +55,7 @@ BENCH_STAMP := .venv-trl/.bench-$(BENCH_KEY)
 SITE_STAMP := .venv-site/.site-$(shell cksum < requirements/docs.txt | tr ' ' '-')-$(notdir $(PYTHON))
 PYTHON_VERSION := import sys; print(*sys.version_info[:2], sep=".")
 
-.PHONY: help venv dev demo test test-slow test-long lint format docs site verify bench bench-venv gpu-smoke lock clean
+.PHONY: help venv dev demo test test-all test-slow test-long lint format docs site verify bench bench-venv gpu-smoke lock clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -89,21 +95,22 @@ demo: venv  ## Train a tiny MoE on two CPU ranks with R3 on and proved (FAMILY= 
 	$(BIN)/r3train make-tiny-model --family $(FAMILY) --output $(TINY)
 	OMP_NUM_THREADS=1 $(BIN)/r3train train --config tiny_cpu $(OF_FAMILY) $(ARGS)
 
-test: lint  ## Run style, layers and tests (PYTEST_ARGS= adds arguments, ALSO="or ci" what CI runs besides)
+test: lint  ## Run what every change must pass: style, layers, quick tests, the gate (PYTEST_ARGS= runs other tests)
 ifneq ($(strip $(PYTEST_ARGS)),)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --quiet --durations=10 $(PYTEST_ARGS)
-else  # quick tests often wait: four at once keep two cores busy.  A job of two ranks keeps little more than
-      # one core busy: two files at once, each in one process
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --quiet -m "$(QUICK)" --numprocesses 4
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --quiet -m "$(WHOLE)" --durations=25 \
-	    --numprocesses 2 --dist loadfile --no-loadscope-reorder $(WHOLE_TESTS)
+	$(PYTEST) --durations=10 $(PYTEST_ARGS)
+else
+	$(PYTEST) -m "$(QUICK)" --numprocesses 4
+	$(PYTEST) -m "$(GATE)" --durations=10 $(BY_FILE) $(GATE_TESTS)
 endif
 
+test-all: dev  ## Run the tests that make test leaves out, but not slow ones (ALSO="or ci" adds what CI runs besides)
+	$(PYTEST) -m "$(REST)" --durations=25 $(BY_FILE) $(REST_TESTS)
+
 test-slow: dev  ## Run the tests that take minutes each
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --quiet -m slow $(PYTEST_ARGS)
+	$(PYTEST) -m slow $(PYTEST_ARGS)
 
 test-long: dev bench-venv  ## Run the longest commands of docs/ unchanged (an hour and a half)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --quiet -m long $(PYTEST_ARGS)
+	$(PYTEST) -m long $(PYTEST_ARGS)
 
 lint: dev  ## Check style, layers and that generated pages and r3train.schema.json are up to date
 	$(BIN)/black --check .

@@ -49,7 +49,7 @@ RULES = (
         "tests/e2e/test_demo_learns.py::test_make_demo_learns_with_r3_exact_at_every_step",
     ),
     Rule(
-        r"make test ",
+        r"make test(-all)? ",
         Kind.ELSEWHERE,
         "is what runs these tests",
         "tests/e2e/test_docs_commands.py::test_ci_runs_the_test_command",
@@ -185,7 +185,7 @@ RULES = (
         r"r3train convert ",
         Kind.ELSEWHERE,
         "needs a checkpoint of a run",
-        "tests/e2e/test_sft.py::test_a_model_learns_its_conversations_and_is_exported_as_ever",
+        "tests/e2e/test_sft.py::test_a_short_job_has_transformers_loss_and_its_checkpoint_converts_to_its_export",
     ),
     Rule(
         r"r3train init ",

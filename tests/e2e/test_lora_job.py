@@ -49,6 +49,7 @@ def exported(job: jobs.Job) -> Path:
     return job.run_dir.with_name("hf")
 
 
+@pytest.mark.gate
 def test_servers_get_adapters_merged_and_after_the_first_update_the_adapted_tensors_alone(
     tiny, merged_job
 ):

@@ -161,7 +161,7 @@ def found(scratch, tmp_path_factory) -> dict[str, Any]:
     return in_ranks(2, tmp_path_factory.mktemp("ranks"), cases, *given)[0]
 
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.gate]
 
 
 @pytest.mark.parametrize("name", TOPOLOGIES)
