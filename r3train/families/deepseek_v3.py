@@ -131,9 +131,14 @@ def deepseek_v3(keys: Keys) -> Fields:
 
 
 TINY_YARN = {
-    **{"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0},
-    **{"mscale": 1.0, "mscale_all_dim": 1.0},
-    **{"beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 128},
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "original_max_position_embeddings": 128,
 }
 ONE_GROUP = {"n_group": 1, "topk_group": 1}
 # published, and not saved by transformers

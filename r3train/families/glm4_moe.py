@@ -76,7 +76,9 @@ GLM4_MOE = Family(
         "attention_bias": (True, False),
     },
     defaults={
-        **{"rms_norm_eps": 1e-5, "use_qk_norm": False, "routed_scaling_factor": 1.0},
+        "rms_norm_eps": 1e-5,
+        "use_qk_norm": False,
+        "routed_scaling_factor": 1.0,
         "partial_rotary_factor": 0.5,
     },
     rotary=part_of_heads_rotates,

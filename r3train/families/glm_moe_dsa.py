@@ -31,7 +31,10 @@ GLM_MOE_DSA = replace(
     needs=DEEPSEEK_V3.needs | {"indexer_rope_interleave": (True, None), "index_topk_freq": (1, 1)},
     conflicts=_conflicts,
     defaults={
-        **{"rms_norm_eps": 1e-5, "routed_scaling_factor": 2.5, "n_group": 1, "topk_group": 1},
+        "rms_norm_eps": 1e-5,
+        "routed_scaling_factor": 2.5,
+        "n_group": 1,
+        "topk_group": 1,
     },
     tiny={
         "glm_moe_dsa": TinyModel("GlmMoeDsa", _tiny, SIGMOID | {"indexer_rope_interleave": True})

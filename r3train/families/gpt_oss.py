@@ -69,8 +69,13 @@ _LAYOUT = dict(alternate=True, transposed=True, lora=True)
 
 def _tiny(o: TinyOptions) -> dict[str, Any]:
     rope = {
-        **{"rope_type": "yarn", "rope_theta": 150000.0, "factor": 4.0, "truncate": False},
-        **{"beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 128},
+        "rope_type": "yarn",
+        "rope_theta": 150000.0,
+        "factor": 4.0,
+        "truncate": False,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "original_max_position_embeddings": 128,
     }
     return with_local_experts(o, head_dim=o.head_dim, sliding_window=8, rope_parameters=rope)
 

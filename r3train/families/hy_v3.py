@@ -65,15 +65,20 @@ HY_V3 = Family(
     _transformer,
     SILU
     | {
-        **{"attention_bias": (False, False), "mlp_bias": (False, False)},
-        **{"num_shared_experts": (1, 1), "use_qk_norm": (True, True)},
+        "attention_bias": (False, False),
+        "mlp_bias": (False, False),
+        "num_shared_experts": (1, 1),
+        "use_qk_norm": (True, True),
         # what SGLang takes for a key that is missing is another model
-        **{"qk_norm": (True, None), "route_norm": (True, None)},
+        "qk_norm": (True, None),
+        "route_norm": (True, None),
         "first_k_dense_replace": (1, None),
     },
     conflicts=_conflicts,
     defaults={
-        **{"rms_norm_eps": 1e-5, "rope_theta": 11158840.0, "head_dim": 128},
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 11158840.0,
+        "head_dim": 128,
         "router_scaling_factor": 2.826,
     },
     tiny={

@@ -88,8 +88,11 @@ MINIMAX_M2 = Family(
             "MiniMaxM2",
             _tiny,
             {
-                **{"scoring_func": "sigmoid", "use_routing_bias": True, "use_qk_norm": True},
-                **{"qk_norm_type": "per_layer", "rope_theta": 10000.0},
+                "scoring_func": "sigmoid",
+                "use_routing_bias": True,
+                "use_qk_norm": True,
+                "qk_norm_type": "per_layer",
+                "rope_theta": 10000.0,
             },
         )
     },

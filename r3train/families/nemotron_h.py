@@ -155,9 +155,14 @@ def _published(o: TinyOptions) -> dict[str, Any]:
 
 
 _DEFAULTS = {
-    **{"n_groups": 8, "conv_kernel": 4, "head_dim": 128, "layer_norm_epsilon": 1e-5},
-    **{"mamba_num_heads": 128, "mamba_head_dim": 64, "ssm_state_size": 128},
-    **{"routed_scaling_factor": 1.0},
+    "n_groups": 8,
+    "conv_kernel": 4,
+    "head_dim": 128,
+    "layer_norm_epsilon": 1e-5,
+    "mamba_num_heads": 128,
+    "mamba_head_dim": 64,
+    "ssm_state_size": 128,
+    "routed_scaling_factor": 1.0,
 }
 
 NEMOTRON_H = Family(
@@ -166,15 +171,21 @@ NEMOTRON_H = Family(
     ),
     _transformer,
     {
-        **{"mlp_hidden_act": ("relu2", "relu2"), "mamba_hidden_act": ("silu", "silu")},
+        "mlp_hidden_act": ("relu2", "relu2"),
+        "mamba_hidden_act": ("silu", "silu"),
         **dict.fromkeys(("attention_bias", "mlp_bias", "use_bias"), (False, False)),
         "use_conv_bias": (True, True),
         "mamba_conv_bias": (True, True),
         # fixed in Megatron's mixer
-        **{"conv_kernel": (4, 4), "layer_norm_epsilon": (1e-5, 1e-5)},
-        **{"norm_topk_prob": (True, True), "n_group": (1, 1), "topk_group": (1, 1)},
-        **{"n_shared_experts": (1, 1), "moe_latent_size": (None, None)},
-        **{"sliding_window": (None, None), "residual_in_fp32": (False, False)},
+        "conv_kernel": (4, 4),
+        "layer_norm_epsilon": (1e-5, 1e-5),
+        "norm_topk_prob": (True, True),
+        "n_group": (1, 1),
+        "topk_group": (1, 1),
+        "n_shared_experts": (1, 1),
+        "moe_latent_size": (None, None),
+        "sliding_window": (None, None),
+        "residual_in_fp32": (False, False),
         # SGLang and transformers have other words for its layers
         "layers_block_type": (None, None),
     },

@@ -30,8 +30,12 @@ _LINEAR, _FULL = ("linear",), ("full",)
 _KEYS, _VALUES = "linear_keys*linear_key", "linear_heads*linear_value"
 # rows of a delta net's input: queries, keys, values, output gates z, step sizes b, decays a
 _SIX = {
-    **{"q": _KEYS, "k": _KEYS, "v": _VALUES, "z": _VALUES},
-    **{"b": "linear_heads", "a": "linear_heads"},
+    "q": _KEYS,
+    "k": _KEYS,
+    "v": _VALUES,
+    "z": _VALUES,
+    "b": "linear_heads",
+    "a": "linear_heads",
 }
 
 
@@ -176,7 +180,9 @@ QWEN3_NEXT = Family(
     heads_of_contexts=("linear_num_key_heads",),
     conflicts=hybrid_conflicts,
     defaults={
-        **{"norm_topk_prob": True, "head_dim": 256, "linear_conv_kernel_dim": 4},
+        "norm_topk_prob": True,
+        "head_dim": 256,
+        "linear_conv_kernel_dim": 4,
         "partial_rotary_factor": 0.25,
     },
     rotary=part_of_heads_rotates,

@@ -67,9 +67,15 @@ class Seen:
 async def browser(program: str, profile: Path) -> AsyncIterator[str]:
     """A running browser's DevTools address, http://127.0.0.1:PORT; ended with all its children."""
     command = [
-        *(program, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"),
-        *("--remote-debugging-port=0", f"--user-data-dir={profile}", "--hide-scrollbars"),
-        *("--no-first-run", "--disable-background-networking", "about:blank"),
+        program,
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        "--remote-debugging-port=0",
+        f"--user-data-dir={profile}",
+        "--hide-scrollbars",
+        *"--no-first-run --disable-background-networking about:blank".split(),
     ]
     log = profile.with_suffix(".log").open("wb")
     process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)

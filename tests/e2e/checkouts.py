@@ -16,17 +16,17 @@ from tests.published import write_checkpoint
 BIN = Path(sys.executable).parent
 VENVS = (".venv", ".venv-trl")
 LINKED = (
-    *(
-        "Makefile",
-        "pyproject.toml",
-        "requirements",
-        "configs",
-        "slurm",
-        "benchmarks",
-        "docs",
-        "examples",
-    ),
-    *("r3train", "train_async.py", *VENVS),
+    "Makefile",
+    "pyproject.toml",
+    "requirements",
+    "configs",
+    "slurm",
+    "benchmarks",
+    "docs",
+    "examples",
+    "r3train",
+    "train_async.py",
+    *VENVS,
 )
 # what a fresh clone does not have
 _NOT_COPIED = (".git", *VENVS, "runs", "build", "*.egg-info", "__pycache__", ".pytest_cache")

@@ -29,8 +29,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_flags(tiny: Path) -> list[str]:
     """Flags that give a job the tiny model and its prompts, and keep it short."""
     return [
-        *("--hf-checkpoint", str(tiny / "model"), "--prompt-data", str(tiny / "prompts.jsonl")),
-        *("--rollout-batch-size", "4", "--n-samples-per-prompt", "4", "--no-plot"),
+        *f"--hf-checkpoint {tiny / 'model'} --prompt-data {tiny / 'prompts.jsonl'}".split(),
+        *"--rollout-batch-size 4 --n-samples-per-prompt 4 --no-plot".split(),
         *jobs.FEW_ROWS,
         "--no-tensorboard",
     ]
@@ -67,10 +67,13 @@ def recorded(tmp_path_factory, tiny_flags, engine) -> jobs.Job:
     run_dir, toy = directory / "run", directory / "toy.jsonl"
     toy.write_text("".join(Path(tiny_flags[3]).read_text().splitlines(keepends=True)[:5]))
     flags = (
-        *(*tiny_flags, *jobs.RECORDED_FLAGS, "--rollout-external-engine-addrs", engine),
-        *("--check-weight-update-equal", "--r3-audit-share", "1", "--dump-rollouts"),
-        *("--save-hf", str(directory / "hf"), "--metrics-port", "0", "--peak-tflops", "0.5"),
-        *("--eval-prompt-data", "toy", str(toy), "--eval-interval", str(jobs.RECORDED)),
+        *tiny_flags,
+        *jobs.RECORDED_FLAGS,
+        "--rollout-external-engine-addrs",
+        engine,
+        *"--check-weight-update-equal --r3-recheck-share 1 --dump-rollouts".split(),
+        *f"--save-hf {directory / 'hf'} --metrics-port 0 --peak-tflops 0.5".split(),
+        *f"--eval-prompt-data toy {toy} --eval-interval {jobs.RECORDED}".split(),
     )
     seen: dict[int, dict[str, float]] = {}
 
@@ -105,6 +108,10 @@ def replayed(tmp_path_factory, replay_flags) -> jobs.Job:
     directory = tmp_path_factory.mktemp("replayed")
     return jobs.run(
         directory / "run",
-        *(*replay_flags, "--save", str(directory / "ck"), "--save-interval", "1"),
-        *("--async-save", "--save-keep-last", "2", "--save-hf", str(directory / "hf")),
+        *replay_flags,
+        "--save",
+        str(directory / "ck"),
+        "--save-interval",
+        "1",
+        *f"--async-save --save-keep-last 2 --save-hf {directory / 'hf'}".split(),
     )

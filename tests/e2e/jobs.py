@@ -27,10 +27,16 @@ RECORDED = 4
 REWARD_WEIGHTS = 1.0, 0.25
 RECORDED_FLAGS = (
     *R3_FLAGS,
-    *("--reuse-log-probs", "off", "--log-route-drift", "--num-rollout", str(RECORDED)),
-    *("--custom-rm-path", "tests.unit.reward_functions:even_and_small"),
-    *("--reward-keys", "even", "small", "--reward-weights", *map(str, REWARD_WEIGHTS)),
-    *("--advantage-estimator", "gdpo"),
+    *f"--reuse-log-probs off --log-route-drift --num-rollout {RECORDED}".split(),
+    "--custom-rm-path",
+    "tests.unit.reward_functions:even_and_small",
+    "--reward-keys",
+    "even",
+    "small",
+    "--reward-weights",
+    *map(str, REWARD_WEIGHTS),
+    "--advantage-estimator",
+    "gdpo",
 )
 
 
@@ -71,11 +77,19 @@ def command(
     """The command of torchrun, with the demo's recipe or another, without R3 unless the flags ask for it."""
     without_r3 = ("--no-use-rollout-routing-replay", "--no-enable-r3-correctness-check")
     return [
-        *(sys.executable, "-m", "torch.distributed.run"),
-        *("--master-port", str(free_port("127.0.0.1")), "--nproc-per-node", str(ranks), *program),
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--master-port",
+        str(free_port("127.0.0.1")),
+        "--nproc-per-node",
+        str(ranks),
+        *program,
         *(() if "--config" in flags else ("--config", recipe)),
         *(without_r3 if recipe == "configs/tiny_cpu.toml" and "--config" not in flags else ()),
-        *("--run-dir", str(run_dir), *flags),
+        "--run-dir",
+        str(run_dir),
+        *flags,
     ]
 
 
@@ -115,7 +129,11 @@ def start(command: list[str], output: Path, **options: bool) -> psutil.Popen:
 # metrics of the engine's own log-probs
 # and what a server found in its cache, which follows its batches
 OF_THE_GAP = (
-    *("log_prob_gap", "train/ess", "train/chi2", "train/ppl_rollout", "train/ppl_ratio"),
+    "log_prob_gap",
+    "train/ess",
+    "train/chi2",
+    "train/ppl_rollout",
+    "train/ppl_ratio",
     "train/loss_tokens_rows_",
 )
 

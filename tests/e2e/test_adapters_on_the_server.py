@@ -64,8 +64,14 @@ def prompt(hf, seed: int, length: int) -> Prompt:
 # a family may be served when this passes: Family.adapters_served; glm4_moe has dense layers and a shared
 # expert next to routed ones, those behind it latent attention too
 FAMILIES_SERVED = (
-    *("qwen3_moe", "olmoe", "mixtral", "minimax_m2"),
-    *("glm4_moe", "deepseek_v3", "kimi_k2", "glm4_moe_lite"),
+    "qwen3_moe",
+    "olmoe",
+    "mixtral",
+    "minimax_m2",
+    "glm4_moe",
+    "deepseek_v3",
+    "kimi_k2",
+    "glm4_moe_lite",
 )
 
 

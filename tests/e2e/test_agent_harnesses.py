@@ -171,11 +171,17 @@ async def test_smolagents_writes_each_answer_anew_and_pays_a_sample_for_each_cal
 def test_a_job_trains_an_unmodified_harness_with_every_verdict_passed(python, tiny, name, tmp_path):
     job = jobs.run(
         tmp_path / "run",
-        *("--config", str(EXAMPLES / "agents.toml"), "--hf-checkpoint", str(tiny / "model")),
-        *("--prompt-data", str(tiny / "agents.jsonl"), "--num-rollout", "3", *jobs.FEW_ROWS),
-        *("--rollout-batch-size", "2", "--n-samples-per-prompt", "4", "--r3-recheck-share", "0.25"),
-        *("--agent-tool-call-parser", "examples.agents.words:parse"),
-        *("--agent-command", f"{python} {EXAMPLES / name}.py"),
+        *f"--config {EXAMPLES / 'agents.toml'} --hf-checkpoint {tiny / 'model'}".split(),
+        "--prompt-data",
+        str(tiny / "agents.jsonl"),
+        "--num-rollout",
+        "3",
+        *jobs.FEW_ROWS,
+        *"--rollout-batch-size 2 --n-samples-per-prompt 4 --r3-recheck-share 0.25".split(),
+        "--agent-tool-call-parser",
+        "examples.agents.words:parse",
+        "--agent-command",
+        f"{python} {EXAMPLES / name}.py",
     )
     assert job.code == 0, job.output
     lines = (job.run_dir / "sessions.jsonl").read_text().splitlines()

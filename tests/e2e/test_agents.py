@@ -36,13 +36,24 @@ def task(tmp_path_factory):
 @pytest.fixture(scope="module")
 def flags(task, engine) -> list[str]:
     return [
-        *("--hf-checkpoint", str(task / "model"), "--prompt-data", str(task / "prompts.jsonl")),
-        *("--rollout-batch-size", "4", "--n-samples-per-prompt", "4", "--no-plot", *jobs.FEW_ROWS),
-        *("--no-tensorboard", "--num-rollout", str(STEPS), *jobs.R3_FLAGS),
-        *("--apply-chat-template", "--rollout-external-engine-addrs", engine),
-        *("--rollout-max-response-len", "80", "--rollout-max-context-len", "120"),
-        *("--max-weight-staleness", "2", "--pause-generation-mode", "in_place"),
-        *("--r3-recheck-share", "0.25"),
+        *f"--hf-checkpoint {task / 'model'} --prompt-data {task / 'prompts.jsonl'}".split(),
+        "--rollout-batch-size",
+        "4",
+        "--n-samples-per-prompt",
+        "4",
+        "--no-plot",
+        *jobs.FEW_ROWS,
+        "--no-tensorboard",
+        "--num-rollout",
+        str(STEPS),
+        *jobs.R3_FLAGS,
+        "--apply-chat-template",
+        "--rollout-external-engine-addrs",
+        engine,
+        *"--rollout-max-response-len 80 --rollout-max-context-len 120".split(),
+        *"--max-weight-staleness 2 --pause-generation-mode in_place".split(),
+        "--r3-recheck-share",
+        "0.25",
     ]
 
 
@@ -59,6 +70,8 @@ def test_a_job_trains_on_sessions_with_updates_between_their_turns(flags, tmp_pa
     assert metrics[0]["train/log_prob_gap_max"] <= 1e-4
     assert all(m["agent/custody_passed"] is True for m in metrics)
     assert all(m["perf/route_wire_bytes_rank0"] == 0 for m in metrics)
+    assert sum(m["perf/route_store_wire_bytes_max"] for m in metrics) > 0
+    assert sum(m["perf/route_store_fetched_bytes_max"] for m in metrics) > 0
     assert sum(m["rollout/spanning_samples"] for m in metrics) > 0, "no session saw an update"
     assert "HTTP Request" not in job.logs(), "a line for each call"
     sessions = [
@@ -109,7 +122,11 @@ def test_a_job_whose_sessions_lose_or_double_tokens_ends(bug, flags, tmp_path, m
     parsers = ("--agent-tool-call-parser", "none", "--agent-reasoning-parser", "none")
     job = jobs.run(
         tmp_path / "run",
-        *(*flags, *agent, *parsers, "--r3-recheck-share", "0"),
+        *flags,
+        *agent,
+        *parsers,
+        "--r3-recheck-share",
+        "0",
         program=("-m", "tests.e2e.train_with_bug", bug),
     )
     assert job.code != 0
@@ -124,11 +141,13 @@ def test_a_command_makes_rollouts_and_evaluations_and_groups_at_which_it_fails_a
     few.write_text("".join([row for row in rows if FAILS not in row][:3]))
     job = jobs.run(
         tmp_path / "run",
-        *(*flags, "--agent-command", COMMAND),
-        *("--agent-tool-call-parser", "none", "--agent-on-failure", "drop"),
-        *("--agent-max-sessions", "4", "--num-rollout", "2"),
-        *("--rollout-batch-size", "2", "--n-samples-per-prompt", "2"),
-        *("--eval-prompt-data", "few", str(few), "--skip-eval-before-train"),
+        *flags,
+        "--agent-command",
+        COMMAND,
+        *"--agent-tool-call-parser none --agent-on-failure drop".split(),
+        *"--agent-max-sessions 4 --num-rollout 2".split(),
+        *"--rollout-batch-size 2 --n-samples-per-prompt 2".split(),
+        *f"--eval-prompt-data few {few} --skip-eval-before-train".split(),
     )
     assert job.code == 0, job.output
     metrics = job.metrics()
@@ -152,13 +171,19 @@ def test_a_checkpoint_is_evaluated_by_the_agent_that_is_trained(task, tmp_path):
     few.write_text("".join((task / "prompts.jsonl").read_text().splitlines(keepends=True)[:5]))
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "r3train.cli", "eval", str(task / "model")),
-            *("--agent-command", COMMAND),
-            *("--apply-chat-template", "--agent-tool-call-parser", "none"),
-            *("--agent-on-failure", "drop"),
-            *("--eval-prompt-data", "few", str(few)),
-            *("--eval-max-response-len", "60", "--n-samples-per-eval-prompt", "2"),
-            *("--run-dir", str(tmp_path / "run"), "--no-tensorboard"),
+            sys.executable,
+            "-m",
+            "r3train.cli",
+            "eval",
+            str(task / "model"),
+            "--agent-command",
+            COMMAND,
+            *"--apply-chat-template --agent-tool-call-parser none".split(),
+            "--agent-on-failure",
+            "drop",
+            *f"--eval-prompt-data few {few}".split(),
+            *"--eval-max-response-len 60 --n-samples-per-eval-prompt 2".split(),
+            *f"--run-dir {tmp_path / 'run'} --no-tensorboard".split(),
         ],
         cwd=jobs.ROOT,
         env=jobs.environment(),

@@ -36,13 +36,23 @@ def task(tmp_path_factory):
 
 def flags_of(task, agent: str = "branching", response: int = 80) -> list[str]:
     return [
-        *("--hf-checkpoint", str(task / "model"), "--prompt-data", str(task / "prompts.jsonl")),
-        *("--rollout-batch-size", "4", "--n-samples-per-prompt", "4", "--no-plot", *jobs.FEW_ROWS),
-        *("--no-tensorboard", "--apply-chat-template"),
-        *("--agent", f"tests.e2e.scripted_agent:{agent}"),
-        *("--agent-tool-call-parser", "tests.e2e.scripted_agent:first_word_is_a_call"),
-        *("--rollout-max-response-len", str(response)),
-        *("--rollout-max-context-len", str(response + 40)),
+        *f"--hf-checkpoint {task / 'model'} --prompt-data {task / 'prompts.jsonl'}".split(),
+        "--rollout-batch-size",
+        "4",
+        "--n-samples-per-prompt",
+        "4",
+        "--no-plot",
+        *jobs.FEW_ROWS,
+        "--no-tensorboard",
+        "--apply-chat-template",
+        "--agent",
+        f"tests.e2e.scripted_agent:{agent}",
+        "--agent-tool-call-parser",
+        "tests.e2e.scripted_agent:first_word_is_a_call",
+        "--rollout-max-response-len",
+        str(response),
+        "--rollout-max-context-len",
+        str(response + 40),
     ]
 
 
@@ -99,19 +109,18 @@ def test_in_place_updates_four_steps_ahead_with_route_stores_and_retractions(
     monkeypatch.setenv("SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION", "1")
     monkeypatch.setenv(TOKENS, "80")
     job = jobs.run(
-        *(tmp_path / "run", *flags_of(task, *LONG), *R3, "--num-rollout", "6", "--route-stores"),
-        *("--pause-generation-mode", "in_place", "--max-weight-staleness", "4"),
-        *("--rollout-max-concurrency", "10", "--agent-max-sessions", "64"),
-        *("--sglang-max-total-tokens", "900", "--sglang-schedule-conservativeness", "0.01"),
-        *(
-            "--eval-prompt-data",
-            "few",
-            str(few),
-            "--eval-interval",
-            "3",
-            "--skip-eval-before-train",
-        ),
-        *("--eval-max-response-len", "260"),
+        tmp_path / "run",
+        *flags_of(task, *LONG),
+        *R3,
+        "--num-rollout",
+        "6",
+        "--route-stores",
+        *"--pause-generation-mode in_place --max-weight-staleness 4".split(),
+        *"--rollout-max-concurrency 10 --agent-max-sessions 64".split(),
+        *"--sglang-max-total-tokens 900 --sglang-schedule-conservativeness 0.01".split(),
+        *f"--eval-prompt-data few {few} --eval-interval 3 --skip-eval-before-train".split(),
+        "--eval-max-response-len",
+        "260",
     )
     assert job.code == 0, job.output
     metrics = proved(job.run_dir, 6)
@@ -133,11 +142,15 @@ def test_aborting_updates_one_step_ahead_and_a_server_killed_in_open_sessions(
     monkeypatch.setenv(TOKENS, "80")
     run_dir = tmp_path / "run"
     with running(
-        *(run_dir, *flags_of(task, *LONG), *R3, "--num-rollout", "5"),
-        *("--pause-generation-mode", "abort", "--max-weight-staleness", "1"),
-        *("--max-engine-restarts", "1", "--rollout-segment-len", "8"),
+        run_dir,
+        *flags_of(task, *LONG),
+        *R3,
+        "--num-rollout",
+        "5",
+        *"--pause-generation-mode abort --max-weight-staleness 1".split(),
+        *"--max-engine-restarts 1 --rollout-segment-len 8".split(),
         # few at once: generation takes longer than a step, and updates find calls in flight
-        *("--rollout-max-concurrency", "4", "--agent-max-sessions", "64"),
+        *"--rollout-max-concurrency 4 --agent-max-sessions 64".split(),
     ) as job:
         wait_for(lambda: steps_done(run_dir) >= 1, job, run_dir)
         # sessions go on, and their calls do not end: all of them are open
@@ -154,8 +167,12 @@ def test_aborting_updates_one_step_ahead_and_a_server_killed_in_open_sessions(
 
 def test_drained_updates_of_a_colocated_synchronous_run(task, tmp_path):
     job = jobs.run(
-        *(tmp_path / "run", *flags_of(task), *R3, "--num-rollout", "3"),
-        *("--colocate", "--max-weight-staleness", "0"),
+        tmp_path / "run",
+        *flags_of(task),
+        *R3,
+        "--num-rollout",
+        "3",
+        *"--colocate --max-weight-staleness 0".split(),
     )
     assert job.code == 0, job.output
     metrics = proved(job.run_dir, 3)
@@ -166,9 +183,14 @@ def test_drained_updates_of_a_colocated_synchronous_run(task, tmp_path):
 
 def test_adapters_on_the_server_where_each_answer_has_one_version(task, tmp_path):
     job = jobs.run(
-        *(tmp_path / "run", *flags_of(task), *R3, "--num-rollout", "4", "--dump-rollouts"),
-        *("--lora-rank", "4", "--lora-alpha", "8", "--lora-serving", "adapter", "--lr", "2e-3"),
-        *("--max-weight-staleness", "2", "--check-weight-update-equal"),
+        tmp_path / "run",
+        *flags_of(task),
+        *R3,
+        "--num-rollout",
+        "4",
+        "--dump-rollouts",
+        *"--lora-rank 4 --lora-alpha 8 --lora-serving adapter --lr 2e-3".split(),
+        *"--max-weight-staleness 2 --check-weight-update-equal".split(),
     )
     assert job.code == 0, job.output
     metrics = proved(job.run_dir, 4)

@@ -22,8 +22,8 @@ pytestmark = pytest.mark.e2e
 @pytest.fixture(scope="module")
 def flags(talk) -> list[str]:  # noqa: F811
     return [
-        *("--hf-checkpoint", str(talk / "model"), "--prompt-data", str(talk / "talk.jsonl")),
-        *("--rollout-batch-size", str(len(task_prompts())), "--no-plot"),
+        *f"--hf-checkpoint {talk / 'model'} --prompt-data {talk / 'talk.jsonl'}".split(),
+        *f"--rollout-batch-size {len(task_prompts())} --no-plot".split(),
     ]
 
 
@@ -33,8 +33,13 @@ def written(request, flags, tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp("written")
     job = jobs.run(
         directory / "run",
-        *(*flags, "--num-rollout", "1", "--save", str(directory / "saved"), request.param),
-        *("--save-interval", "1", "--save-hf", str(directory / "hf")),
+        *flags,
+        "--num-rollout",
+        "1",
+        "--save",
+        str(directory / "saved"),
+        request.param,
+        *f"--save-interval 1 --save-hf {directory / 'hf'}".split(),
         recipe="configs/tiny_sft.toml",
     )
     assert job.code == 0, job.output
@@ -120,7 +125,11 @@ def test_a_checkpoint_and_an_export_of_before_there_were_checksums_load_with_a_n
     (latest_checkpoint(old) / CHECKSUMS).unlink()
     job = jobs.run(
         tmp_path / "run",
-        *(*flags, "--load", str(old), "--num-rollout", "2"),
+        *flags,
+        "--load",
+        str(old),
+        "--num-rollout",
+        "2",
         recipe="configs/tiny_sft.toml",
     )
     assert job.code == 0, job.output

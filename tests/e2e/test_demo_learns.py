@@ -43,9 +43,11 @@ def test_the_demo_learns_with_other_seeds_and_families(family, seed, tmp_path):
     job = jobs.run(
         tmp_path / "run",
         *jobs.R3_FLAGS,
-        *("--hf-checkpoint", str(tmp_path / "tiny/model")),
-        *("--prompt-data", str(tmp_path / "tiny/prompts.jsonl")),
-        *("--seed", str(seed), "--rollout-seed", str(seed)),
+        "--hf-checkpoint",
+        str(tmp_path / "tiny/model"),
+        "--prompt-data",
+        str(tmp_path / "tiny/prompts.jsonl"),
+        *f"--seed {seed} --rollout-seed {seed}".split(),
         timeout=500,
     )
     learns(job)
@@ -60,13 +62,20 @@ def test_the_demo_learns_with_adapters_on_two_servers_of_which_one_dies(serving,
     run_dir = tmp_path / "run"
     flags = [
         *jobs.R3_FLAGS,
-        *("--hf-checkpoint", str(tmp_path / "tiny/model")),
-        *("--prompt-data", str(tmp_path / "tiny/prompts.jsonl")),
-        *("--seed", str(seed), "--rollout-seed", str(seed)),
-        *("--lora-rank", "8", "--lora-alpha", "16", "--lora-serving", serving),
+        "--hf-checkpoint",
+        str(tmp_path / "tiny/model"),
+        "--prompt-data",
+        str(tmp_path / "tiny/prompts.jsonl"),
+        *f"--seed {seed} --rollout-seed {seed}".split(),
+        "--lora-rank",
+        "8",
+        "--lora-alpha",
+        "16",
+        "--lora-serving",
+        serving,
         # a low rank learns slower; at 2e-2 it does not learn, and at a constant 6e-3 not for long
-        *("--lr", "6e-3", "--lr-decay-style", "linear", "--num-rollout", "120"),
-        *("--rollout-num-engines", "2", "--max-engine-restarts", "1"),
+        *"--lr 6e-3 --lr-decay-style linear --num-rollout 120".split(),
+        *"--rollout-num-engines 2 --max-engine-restarts 1".split(),
         "--check-weight-update-equal",
     ]
     with running(run_dir, *flags) as job:

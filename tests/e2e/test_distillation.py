@@ -22,8 +22,13 @@ def test_the_actor_comes_nearer_to_a_served_teacher_and_a_replay_trains_the_same
     build(tmp_path / "teacher", TinyOptions(num_experts=0, num_layers=2, seed=7))
     teacher, key = tmp_path / "teacher" / "model", "a key of the teacher".replace(" ", "-")
     flags = [
-        *(*tiny_flags, *jobs.R3_FLAGS, "--num-rollout", str(ROLLOUTS), "--rm-type", "none"),
-        *("--use-opd", "--opd-type", "sglang", "--lr-warmup-iters", "0", "--lr", "2e-3"),
+        *tiny_flags,
+        *jobs.R3_FLAGS,
+        "--num-rollout",
+        str(ROLLOUTS),
+        "--rm-type",
+        "none",
+        *"--use-opd --opd-type sglang --lr-warmup-iters 0 --lr 2e-3".split(),
     ]
     log = tmp_path / "teacher.log"
     with SGLangServer(

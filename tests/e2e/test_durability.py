@@ -61,7 +61,12 @@ def test_another_advantage_estimator_trains_other_weights(tmp_path, recorded, ba
 def test_a_resumed_run_is_one_run_with_one_curve_and_one_evidence(tmp_path, replay_flags, replayed):
     """Of four steps the last two are lost with the checkpoint after them; one of them comes again."""
     first = jobs.run(
-        *(tmp_path / "run", *replay_flags, "--save", str(tmp_path / "ck"), "--save-interval", "2"),
+        tmp_path / "run",
+        *replay_flags,
+        "--save",
+        str(tmp_path / "ck"),
+        "--save-interval",
+        "2",
     )
     assert first.code == 0, first.output
     (tmp_path / "ck" / LATEST).write_text("2\n")
@@ -166,8 +171,11 @@ def test_a_synchronous_greedy_run_that_is_killed_resumes_exactly_with_the_server
     """
     flags = [
         *base,
-        *("--rollout-external-engine-addrs", engine, "--max-weight-staleness", "0"),
-        *("--rollout-top-k", "1", "--entropy-coef", "0.01"),
+        "--rollout-external-engine-addrs",
+        engine,
+        "--max-weight-staleness",
+        "0",
+        *"--rollout-top-k 1 --entropy-coef 0.01".split(),
     ]
     whole = jobs.run(
         tmp_path / "whole", *flags, "--num-rollout", "4", "--save-hf", str(tmp_path / "a")
@@ -240,19 +248,17 @@ def test_the_model_alone_loads_into_another_topology(tmp_path, base, replay, rep
     checkpoint = str(replayed.run_dir.parent / "ck")
     flags = [
         *base,
-        *(
-            *replay,
-            "--num-rollout",
-            "1",
-            "--load",
-            checkpoint,
-            "--lr",
-            "0",
-            "--lr-warmup-iters",
-            "0",
-        ),
-        *("--expert-model-parallel-size", "1", "--tensor-model-parallel-size", "2"),
-        *("--sequence-parallel", "--r3-mismatch-threshold", "1"),
+        *replay,
+        "--num-rollout",
+        "1",
+        "--load",
+        checkpoint,
+        "--lr",
+        "0",
+        "--lr-warmup-iters",
+        "0",
+        *"--expert-model-parallel-size 1 --tensor-model-parallel-size 2".split(),
+        *"--sequence-parallel --r3-mismatch-threshold 1".split(),
     ]
     loaded = jobs.run(
         tmp_path / "run", *flags, "--load-model-only", "--save-hf", str(tmp_path / "hf")
@@ -328,7 +334,12 @@ def test_a_disk_that_is_really_full_leaves_the_checkpoint_before_it(
     assert sorted(p.name for p in (small_disk / "ck").glob("iter_*")) == ["iter_0000001"]
     resumed = jobs.run(
         tmp_path / "resumed",
-        *(*base, *replay, "--num-rollout", "2", "--load", str(small_disk / "ck")),
+        *base,
+        *replay,
+        "--num-rollout",
+        "2",
+        "--load",
+        str(small_disk / "ck"),
     )
     assert resumed.code == 0 and [m["step"] for m in resumed.metrics()] == [1]
 
@@ -346,10 +357,19 @@ def test_a_full_disk_leaves_a_checkpoint_the_samples_that_it_had(
     prompts.write_text("\n".join([*lines[:-1], json.dumps(last)]) + "\n")
     job = jobs.run(
         tmp_path / "run",
-        *(*base, "--prompt-data", str(prompts), "--no-rollout-shuffle", "--num-rollout", "6"),
-        *("--rollout-external-engine-addrs", engine, "--save", str(checkpoint)),
-        *("--save-interval", "2", "--custom-rm-path", "tests.e2e.disk_filling_reward:reward"),
-        *("--reward-timeout-s", "90"),  # it waits for a checkpoint
+        *base,
+        "--prompt-data",
+        str(prompts),
+        "--no-rollout-shuffle",
+        "--num-rollout",
+        "6",
+        "--rollout-external-engine-addrs",
+        engine,
+        "--save",
+        str(checkpoint),
+        *"--save-interval 2 --custom-rm-path tests.e2e.disk_filling_reward:reward".split(),
+        "--reward-timeout-s",
+        "90",  # it waits for a checkpoint
     )
     assert job.code != 0
     text = " ".join(job.output.split())

@@ -120,10 +120,14 @@ def test_a_server_that_dies_in_the_broadcast_of_a_later_stage_is_named_or_comes_
 ):
     job = jobs.run(
         tmp_path / "run",
-        *(*tiny_flags, *jobs.R3_FLAGS, "--num-rollout", "4"),
-        *("--pipeline-model-parallel-size", "2", "--expert-model-parallel-size", "1"),
-        *("--update-weight-buffer-size", "200000", "--check-weight-update-equal"),
-        *("--max-engine-restarts", str(restarts)),
+        *tiny_flags,
+        *jobs.R3_FLAGS,
+        "--num-rollout",
+        "4",
+        *"--pipeline-model-parallel-size 2 --expert-model-parallel-size 1".split(),
+        *"--update-weight-buffer-size 200000 --check-weight-update-equal".split(),
+        "--max-engine-restarts",
+        str(restarts),
         program=("-m", "tests.e2e.loss_in_a_stage"),
         timeout=200,
     )

@@ -67,15 +67,28 @@ def as_the_template_writes_them(sample: RolloutSample, tokenizer) -> int:
 def flags_of(calculator, samples: str) -> list[str]:
     """Flags of a job that plays the calculator; its last rollout blocks."""
     return [
-        *("--hf-checkpoint", str(calculator / "model")),
-        *("--prompt-data", str(calculator / "prompts.jsonl"), "--no-rollout-shuffle"),
-        *("--rollout-batch-size", "4", "--n-samples-per-prompt", "4", "--no-plot", *jobs.FEW_ROWS),
-        *("--no-tensorboard", "--num-rollout", str(STEPS + 1), *jobs.R3_FLAGS),
-        *("--environment", "tests.e2e.tool_calculator:ToolCalculator", "--apply-chat-template"),
-        *("--environment-max-turns", "3", "--environment-timeout-s", str(LIMIT_S)),
-        *("--environment-max-turn-len", "6", "--rollout-max-response-len", "40"),
-        *("--environment-samples", samples, "--rollout-stop", "<unk>"),
-        *("--max-weight-staleness", "0"),  # nothing of the rollout that hangs begins early
+        "--hf-checkpoint",
+        str(calculator / "model"),
+        *f"--prompt-data {calculator / 'prompts.jsonl'} --no-rollout-shuffle".split(),
+        "--rollout-batch-size",
+        "4",
+        "--n-samples-per-prompt",
+        "4",
+        "--no-plot",
+        *jobs.FEW_ROWS,
+        "--no-tensorboard",
+        "--num-rollout",
+        str(STEPS + 1),
+        *jobs.R3_FLAGS,
+        *"--environment tests.e2e.tool_calculator:ToolCalculator --apply-chat-template".split(),
+        *f"--environment-max-turns 3 --environment-timeout-s {LIMIT_S}".split(),
+        *"--environment-max-turn-len 6 --rollout-max-response-len 40".split(),
+        "--environment-samples",
+        samples,
+        "--rollout-stop",
+        "<unk>",
+        "--max-weight-staleness",
+        "0",  # nothing of the rollout that hangs begins early
     ]
 
 
@@ -86,8 +99,10 @@ def test_a_job_trains_on_turns_with_a_calculator_and_its_dump_replays_with_the_s
     flags = flags_of(calculator, samples)
     job = jobs.run(
         tmp_path / "run",
-        *(*flags, "--rollout-external-engine-addrs", engine),
-        *("--dump-rollouts", "--save", str(tmp_path / "saved")),
+        *flags,
+        "--rollout-external-engine-addrs",
+        engine,
+        *f"--dump-rollouts --save {tmp_path / 'saved'}".split(),
     )
     assert job.code == 1, job.output
     said = " ".join(job.output.split())
@@ -116,8 +131,11 @@ def test_a_job_trains_on_turns_with_a_calculator_and_its_dump_replays_with_the_s
         assert all(16 < count <= 48 for count in counts)
     replayed = jobs.run(
         tmp_path / "replayed",
-        *(*flags, "--num-rollout", str(STEPS)),
-        *("--replay-rollouts", str(job.run_dir / "rollouts")),
+        *flags,
+        "--num-rollout",
+        str(STEPS),
+        "--replay-rollouts",
+        str(job.run_dir / "rollouts"),
     )
     assert replayed.code == 0, replayed.output
     assert not (replayed.run_dir / "logs" / "sglang.log").exists()
@@ -129,8 +147,11 @@ def test_a_job_trains_on_turns_with_a_calculator_and_its_dump_replays_with_the_s
 def test_a_turn_with_the_routes_of_earlier_positions_fails_the_check(calculator, engine, tmp_path):
     job = jobs.run(
         tmp_path / "run",
-        *(*flags_of(calculator, "turn"), "--num-rollout", "1"),
-        *("--rollout-external-engine-addrs", engine),
+        *flags_of(calculator, "turn"),
+        "--num-rollout",
+        "1",
+        "--rollout-external-engine-addrs",
+        engine,
         program=("-m", "tests.e2e.train_with_bug", "routes_of_earlier_positions"),
     )
     assert job.code != 0 and "R3 mismatch tokens" in job.output, job.output

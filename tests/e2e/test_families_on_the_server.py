@@ -49,8 +49,8 @@ pytestmark = pytest.mark.e2e
 WAYS = {
     "broadcast, ep2": (),
     "disk, tp2": (
-        *("--update-weight-transfer-mode", "disk", "--sequence-parallel"),
-        *("--tensor-model-parallel-size", "2", "--expert-model-parallel-size", "1"),
+        *"--update-weight-transfer-mode disk --sequence-parallel".split(),
+        *"--tensor-model-parallel-size 2 --expert-model-parallel-size 1".split(),
     ),
 }
 # it stands for the others where every push is tested; it has latent attention
@@ -326,16 +326,27 @@ def test_a_job_of_the_family_is_proved_and_its_server_follows_the_actor(family, 
     as_published(model)
     job = jobs.run(
         tmp_path / "run",
-        *("--hf-checkpoint", str(model)),
-        *("--prompt-data", str(tmp_path / "tiny" / "prompts.jsonl")),
-        *("--rollout-batch-size", "4", "--n-samples-per-prompt", "4", "--no-plot"),
+        "--hf-checkpoint",
+        str(model),
+        "--prompt-data",
+        str(tmp_path / "tiny" / "prompts.jsonl"),
+        *"--rollout-batch-size 4 --n-samples-per-prompt 4 --no-plot".split(),
         # the entropy moves the weights: a random model gets little reward
-        *("--num-rollout", "2", "--max-weight-staleness", "0", "--entropy-coef", "0.1"),
-        *("--lr", "1e-3", "--lr-warmup-iters", "0", *WAYS[way]),
-        *(*jobs.R3_FLAGS, "--r3-recheck-share", "1", "--ci-test"),
-        *("--no-tensorboard", "--check-weight-update-equal"),
+        *"--num-rollout 2 --max-weight-staleness 0 --entropy-coef 0.1".split(),
+        "--lr",
+        "1e-3",
+        "--lr-warmup-iters",
+        "0",
+        *WAYS[way],
+        *jobs.R3_FLAGS,
+        "--r3-recheck-share",
+        "1",
+        "--ci-test",
+        "--no-tensorboard",
+        "--check-weight-update-equal",
         # some tensors a bucket: its ends come between many neighbours
-        *("--update-weight-buffer-size", "20000"),
+        "--update-weight-buffer-size",
+        "20000",
     )
     assert job.code == 0, job.output
     within = FAMILIES[read_hf_facts(model).model_type].log_prob_gap

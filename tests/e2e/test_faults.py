@@ -63,8 +63,17 @@ def test_a_reward_that_misbehaves_ends_the_job_with_its_prompt_and_what_it_does(
     path = f"tests.unit.reward_functions:{reward}"
     job = jobs.run(
         tmp_path / "run",
-        *(*tiny_flags, "--num-rollout", "2", "--rollout-external-engine-addrs", engine),
-        *("--custom-rm-path", path, "--reward-timeout-s", "2", "--save", str(tmp_path / "saved")),
+        *tiny_flags,
+        "--num-rollout",
+        "2",
+        "--rollout-external-engine-addrs",
+        engine,
+        "--custom-rm-path",
+        path,
+        "--reward-timeout-s",
+        "2",
+        "--save",
+        str(tmp_path / "saved"),
         timeout=180,
     )
     assert job.code == 1 and "failed (exitcode: 1)" in job.output  # torchrun's, and the ranks'
@@ -123,9 +132,14 @@ def two_rollouts(tmp_path, tiny_flags) -> tuple[str, ...]:
         groups = [[(s, float(s.sample_id % 2)) for s in pair] for pair in (own[:2], own[2:])]
         dump_rollout(tmp_path / "rollouts", rollout_id, groups)
     return (
-        *(*tiny_flags, "--rollout-batch-size", "2", "--n-samples-per-prompt", "2"),
-        *("--expert-model-parallel-size", "1", "--num-rollout", "2", "--global-batch-size", "4"),
-        *("--replay-rollouts", str(tmp_path / "rollouts")),
+        *tiny_flags,
+        "--rollout-batch-size",
+        "2",
+        "--n-samples-per-prompt",
+        "2",
+        *"--expert-model-parallel-size 1 --num-rollout 2 --global-batch-size 4".split(),
+        "--replay-rollouts",
+        str(tmp_path / "rollouts"),
     )
 
 
@@ -134,40 +148,59 @@ def two_rollouts(tmp_path, tiny_flags) -> tuple[str, ...]:
     [
         pytest.param(
             ("--advantage-estimator", f"{GUESTS}:advantages_fail_later"),
-            *(1, (), "a rollout could not be scored", "raised KeyError: 'gold'"),
+            1,
+            (),
+            "a rollout could not be scored",
+            "raised KeyError: 'gold'",
             marks=pytest.mark.slow,
         ),
         pytest.param(
             ("--advantage-estimator", f"{GUESTS}:advantages_fail_behind_the_reference"),
-            *(2, WITH_KL, "a rollout could not be trained", "raised KeyError: 'gold'"),
+            2,
+            WITH_KL,
+            "a rollout could not be trained",
+            "raised KeyError: 'gold'",
             marks=pytest.mark.slow,
         ),
         pytest.param(  # as in the test below, in a rollout's first step
             ("--policy-loss", f"{GUESTS}:loss_fails_later_on_rank_1"),
-            *(2, (), "a rollout could not be trained", "raised KeyError: 'gold'"),
+            2,
+            (),
+            "a rollout could not be trained",
+            "raised KeyError: 'gold'",
             marks=pytest.mark.slow,
         ),
         (
             ("--policy-loss", f"{GUESTS}:loss_fails_between_its_sums_on_rank_1"),
-            *(2, ("--context-parallel-size", "2"), "a rollout could not be trained"),
+            2,
+            ("--context-parallel-size", "2"),
+            "a rollout could not be trained",
             "raised KeyError: 'gold'",
         ),
         (
             ("--policy-loss", f"{GUESTS}:loss_fails_backward_later_on_rank_1"),
-            *(2, (), "a rollout could not be trained"),
+            2,
+            (),
+            "a rollout could not be trained",
             "its backward pass: raised KeyError: 'gold'",
         ),
     ],
     ids=[
-        *("estimator", "estimator after the reference", "loss on one rank"),
-        *("loss on one of the ranks of a sample", "backward of a loss"),
+        "estimator",
+        "estimator after the reference",
+        "loss on one rank",
+        "loss on one of the ranks of a sample",
+        "backward of a loss",
     ],
 )
 def test_a_rule_that_fails_is_named_and_its_rollout_trained_after_a_resumption(
     flags, ranks, before, what, cause, tmp_path, tiny, two_rollouts
 ):
     given, settings = flags, (
-        *(*two_rollouts, "--save", str(tmp_path / "saved"), *before),
+        *two_rollouts,
+        "--save",
+        str(tmp_path / "saved"),
+        *before,
         *([str(tiny / "model")] if before == WITH_KL else []),
     )
     failed = jobs.run(tmp_path / "failed", *settings, *given, ranks=ranks)

@@ -17,8 +17,11 @@ def test_what_a_cache_that_is_not_flushed_adds_lands_on_the_cache(tmp_path, tiny
         tmp_path / "run",
         *tiny_flags,
         *jobs.R3_FLAGS,
-        *("--num-rollout", "5", "--rollout-external-engine-addrs", engine),
-        *("--max-weight-staleness", "0", "--no-flush-cache-on-update"),
+        "--num-rollout",
+        "5",
+        "--rollout-external-engine-addrs",
+        engine,
+        *"--max-weight-staleness 0 --no-flush-cache-on-update".split(),
     )
     assert job.code == 0, job.output
     *_, last = job.metrics()

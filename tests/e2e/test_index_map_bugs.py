@@ -27,9 +27,15 @@ def run_with(bug: str, parallel, run_dir, tiny_flags, engine) -> tuple[jobs.Job,
         run_dir,
         *tiny_flags,
         *jobs.R3_FLAGS,
-        *("--num-rollout", "1", "--rollout-external-engine-addrs", engine, *parallel),
-        *("--save", str(run_dir / "checkpoints")),
-        *("--r3-canaries", "0"),  # they find the bug before the first step
+        "--num-rollout",
+        "1",
+        "--rollout-external-engine-addrs",
+        engine,
+        *parallel,
+        "--save",
+        str(run_dir / "checkpoints"),
+        "--r3-canaries",
+        "0",  # they find the bug before the first step
         program=("-m", "tests.e2e.train_with_bug", bug),
     )
     checked = CliRunner().invoke(main, ["check-evidence", str(run_dir), "--json"])

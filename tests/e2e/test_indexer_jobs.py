@@ -30,10 +30,18 @@ def flags(request, tmp_path_factory) -> tuple[str, ...]:
     assert content["num_hidden_layers"] == LAYERS
     file.write_text(json.dumps(content | {"index_topk": TOPK}))
     return (
-        *("--hf-checkpoint", str(tiny / "model"), "--prompt-data", str(tiny / "prompts.jsonl")),
-        *("--rollout-batch-size", "2", "--n-samples-per-prompt", "4", "--num-rollout", "2"),
-        *(*jobs.FEW_ROWS, "--no-plot", "--no-tensorboard", "--lr-warmup-iters", "0"),
-        *("--rollout-max-response-len", "70", "--rollout-ignore-eos", *jobs.R3_FLAGS, "--ci-test"),
+        *f"--hf-checkpoint {tiny / 'model'} --prompt-data {tiny / 'prompts.jsonl'}".split(),
+        *"--rollout-batch-size 2 --n-samples-per-prompt 4 --num-rollout 2".split(),
+        *jobs.FEW_ROWS,
+        "--no-plot",
+        "--no-tensorboard",
+        "--lr-warmup-iters",
+        "0",
+        "--rollout-max-response-len",
+        "70",
+        "--rollout-ignore-eos",
+        *jobs.R3_FLAGS,
+        "--ci-test",
     )
 
 
@@ -43,10 +51,10 @@ def job(flags, tmp_path_factory) -> jobs.Job:
     return jobs.run(
         tmp_path_factory.mktemp("job") / "run",
         *flags,
-        *("--expert-model-parallel-size", "1", "--context-parallel-size", "2"),
-        *("--recompute-granularity", "full", "--recompute-method", "uniform"),
-        *("--recompute-num-layers", "1", "--reuse-log-probs", "off", "--dump-rollouts"),
-        *("--rollout-segment-len", "30", "--r3-recheck-share", "0.3"),
+        *"--expert-model-parallel-size 1 --context-parallel-size 2".split(),
+        *"--recompute-granularity full --recompute-method uniform".split(),
+        *"--recompute-num-layers 1 --reuse-log-probs off --dump-rollouts".split(),
+        *"--rollout-segment-len 30 --r3-recheck-share 0.3".split(),
     )
 
 
@@ -80,9 +88,10 @@ def test_a_dumped_rollout_is_trained_again_with_its_choices(job, flags, tmp_path
     again = jobs.run(
         tmp_path / "run",
         *flags,
-        *("--tensor-model-parallel-size", "2", "--sequence-parallel"),
-        *("--expert-model-parallel-size", "1", "--reuse-log-probs", "off"),
-        *("--replay-rollouts", str(job.run_dir / "rollouts")),
+        *"--tensor-model-parallel-size 2 --sequence-parallel".split(),
+        *"--expert-model-parallel-size 1 --reuse-log-probs off".split(),
+        "--replay-rollouts",
+        str(job.run_dir / "rollouts"),
     )
     assert again.code == 0, again.output
     first, recorded = again.metrics()[0], job.metrics()[0]
@@ -96,7 +105,7 @@ def test_a_trainer_that_chooses_by_itself_is_found(job, flags, tmp_path):
     spoiled = jobs.run(
         tmp_path / "run",
         *flags,
-        *("--replay-rollouts", str(job.run_dir / "rollouts"), "--r3-mismatch-threshold", "1"),
+        *f"--replay-rollouts {job.run_dir / 'rollouts'} --r3-mismatch-threshold 1".split(),
         program=("-m", "tests.e2e.train_with_bug", "choices_not_applied"),
     )
     assert spoiled.code != 0 and "indexer/replay_forward layer" in spoiled.output

@@ -37,11 +37,18 @@ def merged_job(tmp_path_factory, tiny_flags) -> jobs.Job:
     """Two ranks that share the experts; every update is held against the actor, bit for bit."""
     run_dir = tmp_path_factory.mktemp("merged") / "run"
     return jobs.run(
-        *(run_dir, *tiny_flags, *ADAPTERS, "--save-hf", str(run_dir.with_name("hf"))),
-        *("--num-rollout", "4", "--max-weight-staleness", "0", "--lr", "5e-3"),
-        *("--kl-loss-coef", "0.01", "--entropy-coef", "0.05", "--dump-rollouts"),
-        *("--save", str(run_dir.with_name("checkpoints"))),
-        *(*jobs.R3_FLAGS, "--ci-test", "--check-weight-update-equal"),
+        run_dir,
+        *tiny_flags,
+        *ADAPTERS,
+        "--save-hf",
+        str(run_dir.with_name("hf")),
+        *"--num-rollout 4 --max-weight-staleness 0 --lr 5e-3".split(),
+        *"--kl-loss-coef 0.01 --entropy-coef 0.05 --dump-rollouts".split(),
+        "--save",
+        str(run_dir.with_name("checkpoints")),
+        *jobs.R3_FLAGS,
+        "--ci-test",
+        "--check-weight-update-equal",
     )
 
 
@@ -91,13 +98,19 @@ def test_a_job_begins_with_the_adapter_that_another_saved_and_writes_the_merged_
     """One rank where the other had two, one step that moves nothing: it writes what it began with."""
     saved = tmp_path / "hf"
     job = jobs.run(
-        *(tmp_path / "run", *tiny_flags, *ADAPTERS, *jobs.R3_FLAGS),
-        *("--expert-model-parallel-size", "1", "--num-rollout", "1", "--lr", "0", "--min-lr", "0"),
-        *("--replay-rollouts", str(merged_job.run_dir / "rollouts")),
+        tmp_path / "run",
+        *tiny_flags,
+        *ADAPTERS,
+        *jobs.R3_FLAGS,
+        *"--expert-model-parallel-size 1 --num-rollout 1 --lr 0 --min-lr 0".split(),
+        "--replay-rollouts",
+        str(merged_job.run_dir / "rollouts"),
         # of the base, which the adapter has left: a router chooses others now and then
-        *("--r3-mismatch-threshold", "1"),
-        *("--lora-adapter-path", str(exported(merged_job) / "adapter")),
-        *("--save-hf", str(saved), "--lora-save-hf", "merged"),
+        "--r3-mismatch-threshold",
+        "1",
+        "--lora-adapter-path",
+        str(exported(merged_job) / "adapter"),
+        *f"--save-hf {saved} --lora-save-hf merged".split(),
         ranks=1,
     )
     assert job.code == 0, job.output
@@ -128,11 +141,16 @@ def test_experts_of_one_tensor_a_layer_learn_and_are_served_and_saved_merged(tmp
     build(tmp_path / "tiny", TinyOptions(family="gpt_oss"))
     model, saved = tmp_path / "tiny" / "model", tmp_path / "hf"
     job = jobs.run(
-        *(tmp_path / "run", "--hf-checkpoint", str(model), "--save-hf", str(saved)),
-        *("--prompt-data", str(tmp_path / "tiny" / "prompts.jsonl"), "--no-plot"),
-        *("--rollout-batch-size", "4", "--n-samples-per-prompt", "4", "--num-rollout", "3"),
-        *("--max-weight-staleness", "0", "--lora-rank", "4", "--lr", "5e-3"),
-        *(*jobs.R3_FLAGS, "--check-weight-update-equal"),
+        tmp_path / "run",
+        "--hf-checkpoint",
+        str(model),
+        "--save-hf",
+        str(saved),
+        *f"--prompt-data {tmp_path / 'tiny' / 'prompts.jsonl'} --no-plot".split(),
+        *"--rollout-batch-size 4 --n-samples-per-prompt 4 --num-rollout 3".split(),
+        *"--max-weight-staleness 0 --lora-rank 4 --lr 5e-3".split(),
+        *jobs.R3_FLAGS,
+        "--check-weight-update-equal",
     )
     assert job.code == 0, job.output
     assert "no name for one expert's part of model.layers.0.mlp.experts" in job.output
@@ -149,9 +167,13 @@ def test_experts_of_one_tensor_a_layer_learn_and_are_served_and_saved_merged(tmp
 
 # answers of 40 tokens: an update comes while most of them are half done
 LONG = (
-    *(*ADAPTERS, "--lr", "2e-3"),
-    *("--rollout-max-response-len", "40", "--rollout-ignore-eos", "--r3-mismatch-threshold", "0.5"),
-    *(*jobs.R3_FLAGS, "--check-weight-update-equal", "--dump-rollouts"),
+    *ADAPTERS,
+    "--lr",
+    "2e-3",
+    *"--rollout-max-response-len 40 --rollout-ignore-eos --r3-mismatch-threshold 0.5".split(),
+    *jobs.R3_FLAGS,
+    "--check-weight-update-equal",
+    "--dump-rollouts",
 )
 SERVED = (*LONG, "--lora-serving", "adapter")
 
@@ -179,10 +201,15 @@ def test_versions_are_adapters_side_by_side_and_every_answer_ends_on_its_own(
     """No update pauses a server, and no base weight goes out; evaluations name their version too."""
     saved = tmp_path / "hf"
     job = jobs.run(
-        *(tmp_path / "run", *tiny_flags, *SERVED, "--num-rollout", "4", "--ci-test"),
-        *("--lora-adapter-path", str(exported(merged_job) / "adapter"), "--kl-loss-coef", "0.01"),
-        *("--eval-prompt-data", "words", str(tiny / "prompts.jsonl"), "--eval-interval", "2"),
-        *("--save-hf", str(saved), "--lora-save-hf", "adapter"),
+        tmp_path / "run",
+        *tiny_flags,
+        *SERVED,
+        "--num-rollout",
+        "4",
+        "--ci-test",
+        *f"--lora-adapter-path {exported(merged_job) / 'adapter'} --kl-loss-coef 0.01".split(),
+        *f"--eval-prompt-data words {tiny / 'prompts.jsonl'} --eval-interval 2".split(),
+        *f"--save-hf {saved} --lora-save-hf adapter".split(),
     )
     assert job.code == 0, job.output
     metrics = job.metrics()
@@ -221,7 +248,12 @@ def test_versions_are_adapters_side_by_side_and_every_answer_ends_on_its_own(
 def test_the_adapter_of_another_version_is_found_by_its_log_probs(tmp_path, tiny_flags):
     """The label is the new one's: nothing but what the server computes tells the two apart."""
     job = jobs.run(
-        *(tmp_path / "run", *tiny_flags, *SERVED, *jobs.NO_CANARIES, "--num-rollout", "2"),
+        tmp_path / "run",
+        *tiny_flags,
+        *SERVED,
+        *jobs.NO_CANARIES,
+        "--num-rollout",
+        "2",
         program=("-m", "tests.e2e.train_with_bug", "adapter_of_last_version"),
     )
     assert job.code != 0, job.output
@@ -231,7 +263,11 @@ def test_the_adapter_of_another_version_is_found_by_its_log_probs(tmp_path, tiny
 @pytest.mark.slow
 def test_the_adapter_of_another_version_is_found_by_the_canaries(tmp_path, tiny_flags):
     job = jobs.run(
-        *(tmp_path / "run", *tiny_flags, *SERVED, "--num-rollout", "3"),
+        tmp_path / "run",
+        *tiny_flags,
+        *SERVED,
+        "--num-rollout",
+        "3",
         program=("-m", "tests.e2e.train_with_bug", "adapter_of_last_version"),
     )
     assert job.code != 0, job.output
@@ -274,9 +310,13 @@ def test_servers_sample_the_first_rollout_of_a_start_adapter_with_it(
 ):
     """A merged server starts from the base: the adapter is sent before rollout 0."""
     job = jobs.run(
-        *(tmp_path / "run", *tiny_flags, *ADAPTERS, *jobs.R3_FLAGS),
-        *("--expert-model-parallel-size", "1", "--num-rollout", "1", "--max-weight-staleness", "0"),
-        *("--lora-adapter-path", str(exported(merged_job) / "adapter")),
+        tmp_path / "run",
+        *tiny_flags,
+        *ADAPTERS,
+        *jobs.R3_FLAGS,
+        *"--expert-model-parallel-size 1 --num-rollout 1 --max-weight-staleness 0".split(),
+        "--lora-adapter-path",
+        str(exported(merged_job) / "adapter"),
         ranks=1,
     )
     assert job.code == 0, job.output

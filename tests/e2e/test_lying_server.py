@@ -31,9 +31,15 @@ STEPS, PER_STEP = 8, 32
 def flags_of(tiny_flags, *more):
     """A job of 8 rollouts of 32 samples, which takes bad answers as they come."""
     return [
-        *(*tiny_flags, *jobs.R3_FLAGS, *jobs.NO_CANARIES),
-        *("--num-rollout", str(STEPS), "--dump-rollouts"),
-        *("--n-samples-per-prompt", "8", "--max-bad-answers", "40", *more),
+        *tiny_flags,
+        *jobs.R3_FLAGS,
+        *jobs.NO_CANARIES,
+        *f"--num-rollout {STEPS} --dump-rollouts".split(),
+        "--n-samples-per-prompt",
+        "8",
+        "--max-bad-answers",
+        "40",
+        *more,
     ]
 
 

@@ -90,7 +90,7 @@ def test_old_log_probs_equal_sglangs_at_weight_version_0(recorded):
 
 
 def test_after_every_update_the_server_holds_what_the_actor_holds(recorded):
-    assert all(m["train/weight_probe_gap"] <= 1e-4 for m in recorded.metrics())
+    assert all(m["served/gap_max"] <= 1e-4 for m in recorded.metrics())
 
 
 def test_the_parts_add_up_to_the_gap_and_older_weights_are_what_dominates(recorded):

@@ -55,7 +55,11 @@ def test_a_planted_bug_fails_the_check_and_the_job(bug, tmp_path, tiny_flags, en
         tmp_path / "run",
         *tiny_flags,
         *jobs.R3_FLAGS,
-        *("--num-rollout", "2", *served, "--plant-bug", bug),
+        "--num-rollout",
+        "2",
+        *served,
+        "--plant-bug",
+        bug,
         # which would name some of the others first
         *(
             ["--check-weight-update-equal"] + [*jobs.NO_CANARIES] * (bug not in OF_CANARIES)
@@ -97,7 +101,10 @@ def test_without_the_check_there_is_no_r3_line_and_no_evidence(tmp_path, tiny_fl
     job = jobs.run(
         tmp_path / "run",
         *tiny_flags,
-        *("--num-rollout", "1", "--rollout-external-engine-addrs", engine),
+        "--num-rollout",
+        "1",
+        "--rollout-external-engine-addrs",
+        engine,
         "--use-rollout-routing-replay",
     )
     assert job.code == 0, job.output
@@ -113,7 +120,10 @@ def test_the_check_without_the_master_switch_warns_once_and_does_nothing(
     job = jobs.run(
         tmp_path / "run",
         *tiny_flags,
-        *("--num-rollout", "1", "--rollout-external-engine-addrs", engine),
+        "--num-rollout",
+        "1",
+        "--rollout-external-engine-addrs",
+        engine,
         "--enable-r3-correctness-check",
     )
     assert job.code == 0, job.output
@@ -125,13 +135,18 @@ def test_ci_test_turns_the_check_on_and_holds_its_invariants(tmp_path, tiny, tin
     job = jobs.run(
         tmp_path / "run",
         *tiny_flags,
-        *("--num-rollout", "2", "--rollout-external-engine-addrs", engine),
-        *("--use-rollout-routing-replay", "--ci-test", "--kl-loss-coef", "0.01"),
-        *("--recompute-granularity", "full", "--recompute-method", "uniform"),
-        *("--recompute-num-layers", "1", "--use-tis", "--entropy-coef", "0.001"),
-        *("--log-route-drift", "--freeze-moe-router"),
-        *("--lr-warmup-iters", "0", "--save-hf", str(tmp_path / "hf")),
-        *("--r3-evidence", "summed"),
+        "--num-rollout",
+        "2",
+        "--rollout-external-engine-addrs",
+        engine,
+        *"--use-rollout-routing-replay --ci-test --kl-loss-coef 0.01".split(),
+        *"--recompute-granularity full --recompute-method uniform".split(),
+        *"--recompute-num-layers 1 --use-tis --entropy-coef 0.001".split(),
+        "--log-route-drift",
+        "--freeze-moe-router",
+        *f"--lr-warmup-iters 0 --save-hf {tmp_path / 'hf'}".split(),
+        "--r3-evidence",
+        "summed",
     )
     assert job.code == 0, job.output
     m, later = job.metrics()

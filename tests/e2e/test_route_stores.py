@@ -10,7 +10,8 @@ from r3train.verify.tiny import TinyOptions, build
 from r3train.types import RowClass
 from tests.e2e import jobs
 
-pytestmark = pytest.mark.e2e
+# in the gate by test_agents.py; tests/oracle/test_route_exchange.py holds what is sent and freed
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 # the demo learns in big steps: what is claimed here is exact, and not how far a stale router drifts
 R3 = [*jobs.R3_FLAGS, "--r3-mismatch-threshold", "1"]
@@ -28,7 +29,11 @@ def stored(tmp_path_factory, tiny_flags, engine) -> jobs.Job:
         tmp_path_factory.mktemp("stored") / "run",
         *tiny_flags,
         *STORES,
-        *("--num-rollout", "3", "--rollout-external-engine-addrs", engine, "--dump-rollouts"),
+        "--num-rollout",
+        "3",
+        "--rollout-external-engine-addrs",
+        engine,
+        "--dump-rollouts",
     )
 
 
@@ -48,7 +53,6 @@ def test_every_step_is_proved_and_no_route_comes_to_rank_0s_client(stored):
 
 
 # tests/oracle/test_route_exchange.py compares the very bytes of the slices
-@pytest.mark.slow
 def test_the_same_rollouts_without_stores_give_the_same_fingerprints_and_the_same_first_loss(
     stored, tmp_path, tiny_flags
 ):
@@ -57,7 +61,7 @@ def test_the_same_rollouts_without_stores_give_the_same_fingerprints_and_the_sam
         tmp_path / "run",
         *tiny_flags,
         *R3,
-        *("--num-rollout", "3", "--replay-rollouts", str(stored.run_dir / "rollouts")),
+        *f"--num-rollout 3 --replay-rollouts {stored.run_dir / 'rollouts'}".split(),
     )
     assert replayed.code == 0, replayed.output
     for ours, theirs in zip(verdicts(stored), verdicts(replayed), strict=True):
@@ -68,13 +72,15 @@ def test_the_same_rollouts_without_stores_give_the_same_fingerprints_and_the_sam
         assert {name: a[name] for name in same} == {name: b[name] for name in same}
 
 
-@pytest.mark.slow
 def test_without_stores_the_routes_come_to_rank_0s_client(tmp_path, tiny_flags, engine):
     job = jobs.run(
         tmp_path / "run",
         *tiny_flags,
         *R3,
-        *("--num-rollout", "1", "--rollout-external-engine-addrs", engine),
+        "--num-rollout",
+        "1",
+        "--rollout-external-engine-addrs",
+        engine,
     )
     assert job.code == 0, job.output
     (m,) = job.metrics()
@@ -82,13 +88,17 @@ def test_without_stores_the_routes_come_to_rank_0s_client(tmp_path, tiny_flags, 
 
 
 @pytest.mark.parametrize("bug", ["one_expert", "token_shift", "layer_swap"])
-@pytest.mark.slow
 def test_a_planted_bug_fails_with_stores_too(bug, tmp_path, tiny_flags, engine):
     job = jobs.run(
         tmp_path / "run",
         *tiny_flags,
         *STORES,
-        *("--num-rollout", "2", "--rollout-external-engine-addrs", engine, "--plant-bug", bug),
+        "--num-rollout",
+        "2",
+        "--rollout-external-engine-addrs",
+        engine,
+        "--plant-bug",
+        bug,
     )
     assert job.code != 0
     assert "R3 check failed at step 0" in job.output
@@ -97,20 +107,24 @@ def test_a_planted_bug_fails_with_stores_too(bug, tmp_path, tiny_flags, engine):
     assert [place["ranks"] for place in verdict["places"]] == [[0], [1]]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("samples", ["trajectory", "turn"])
 def test_conversations_are_put_together_of_their_turns_rows(samples, tmp_path, engine):
     build(tmp_path / "tiny", TinyOptions(task="calculator"), force=True)
     job = jobs.run(
         tmp_path / "run",
-        *("--hf-checkpoint", str(tmp_path / "tiny/model")),
-        *("--prompt-data", str(tmp_path / "tiny/prompts.jsonl")),
-        *("--rollout-batch-size", "4", "--n-samples-per-prompt", "4", "--no-plot"),
-        *("--no-tensorboard", "--num-rollout", "2"),
-        *("--rollout-external-engine-addrs", engine, *STORES),
-        *("--environment", "calculator", "--environment-max-turns", "3"),
-        *("--environment-max-turn-len", "6", "--rollout-max-response-len", "40"),
-        *("--environment-samples", samples),
+        "--hf-checkpoint",
+        str(tmp_path / "tiny/model"),
+        "--prompt-data",
+        str(tmp_path / "tiny/prompts.jsonl"),
+        *"--rollout-batch-size 4 --n-samples-per-prompt 4 --no-plot".split(),
+        *"--no-tensorboard --num-rollout 2".split(),
+        "--rollout-external-engine-addrs",
+        engine,
+        *STORES,
+        *"--environment calculator --environment-max-turns 3".split(),
+        *"--environment-max-turn-len 6 --rollout-max-response-len 40".split(),
+        "--environment-samples",
+        samples,
     )
     assert job.code == 0, job.output
     assert all(m["r3/passed"] is True for m in job.metrics())
@@ -118,7 +132,6 @@ def test_conversations_are_put_together_of_their_turns_rows(samples, tmp_path, e
     assert counts == [16, 16] if samples == "trajectory" else all(c > 16 for c in counts)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     "topology",
@@ -136,7 +149,11 @@ def test_four_ranks_get_their_rows_and_layers_from_two_leaders(
         tmp_path / "run",
         *tiny_flags,
         *STORES,
-        *("--num-rollout", "2", "--rollout-external-engine-addrs", engine, *topology),
+        "--num-rollout",
+        "2",
+        "--rollout-external-engine-addrs",
+        engine,
+        *topology,
         ranks=4,
         timeout=380,
     )

@@ -35,14 +35,12 @@ pytestmark = pytest.mark.e2e
 LAYERS, TOPK, EXPERTS = 4, 2, 8  # of the demo's model
 MISSING = 255
 STORES = [
-    *(
-        *jobs.R3_FLAGS,
-        *jobs.NO_CANARIES,
-        "--route-stores",
-        "--dump-rollouts",
-        "--rollout-ignore-eos",
-    ),
-    *("--lr", "0", "--lr-warmup-iters", "0"),
+    *jobs.R3_FLAGS,
+    *jobs.NO_CANARIES,
+    "--route-stores",
+    "--dump-rollouts",
+    "--rollout-ignore-eos",
+    *"--lr 0 --lr-warmup-iters 0".split(),
 ]
 
 
@@ -85,8 +83,16 @@ def test_answers_in_segments_of_which_some_are_spoiled_leave_every_row_in_its_pl
     with lying_proxy(engine, record) as proxy:
         job = jobs.run(
             run_dir,
-            *(*tiny_flags, *STORES, "--rollout-segment-len", "3", "--num-rollout", "3"),
-            *("--rollout-external-engine-addrs", proxy, "--max-bad-answers", "9"),
+            *tiny_flags,
+            *STORES,
+            "--rollout-segment-len",
+            "3",
+            "--num-rollout",
+            "3",
+            "--rollout-external-engine-addrs",
+            proxy,
+            "--max-bad-answers",
+            "9",
         )
     assert job.code == 0, job.output
     spoiled = record.lies()
@@ -141,10 +147,21 @@ def test_parts_of_several_versions_and_segments_are_put_together_by_reference(
 ):
     job = jobs.run(
         tmp_path / "run",
-        *(*tiny_flags, *STORES, "--num-rollout", "6", "--rollout-max-response-len", "100"),
-        *("--rollout-segment-len", "16", "--max-tokens-per-gpu", "2048"),
-        *("--pause-generation-mode", mode, "--over-sampling-batch-size", "6"),
-        *("--max-weight-staleness", "2", "--rollout-external-engine-addrs", engine),
+        *tiny_flags,
+        *STORES,
+        "--num-rollout",
+        "6",
+        "--rollout-max-response-len",
+        "100",
+        *"--rollout-segment-len 16 --max-tokens-per-gpu 2048".split(),
+        "--pause-generation-mode",
+        mode,
+        "--over-sampling-batch-size",
+        "6",
+        "--max-weight-staleness",
+        "2",
+        "--rollout-external-engine-addrs",
+        engine,
     )
     assert job.code == 0, job.output
     metrics = job.metrics()

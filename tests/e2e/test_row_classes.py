@@ -96,10 +96,13 @@ def test_a_job_counts_rows_from_the_cache_as_the_texts_before_tell(tmp_path, tin
         tmp_path / "run",
         *tiny_flags,
         *jobs.R3_FLAGS,
-        *("--num-rollout", "2", "--rollout-external-engine-addrs", engine),
-        *("--max-weight-staleness", "0", "--rollout-max-concurrency", "1"),
+        "--num-rollout",
+        "2",
+        "--rollout-external-engine-addrs",
+        engine,
+        *"--max-weight-staleness 0 --rollout-max-concurrency 1".split(),
         # whose texts would be in the cache, too
-        *("--r3-recheck-share", "0", "--r3-canaries", "0", "--dump-rollouts"),
+        *"--r3-recheck-share 0 --r3-canaries 0 --dump-rollouts".split(),
     )
     assert job.code == 0, job.output
     for step, (metrics, found) in enumerate(zip(job.metrics(), evidence_of(job), strict=True)):
@@ -131,10 +134,13 @@ def test_a_job_counts_rows_that_were_prefilled_again_after_updates(tmp_path, tin
         tmp_path / "run",
         *tiny_flags,
         *jobs.R3_FLAGS,
-        *("--num-rollout", "4", "--rollout-external-engine-addrs", engine),
-        *("--pause-generation-mode", "abort", "--max-weight-staleness", "2"),
-        *("--rollout-max-response-len", "300", "--rollout-ignore-eos", "--dump-rollouts"),
-        *("--over-sampling-batch-size", "6", "--rollout-max-concurrency", "64"),
+        "--num-rollout",
+        "4",
+        "--rollout-external-engine-addrs",
+        engine,
+        *"--pause-generation-mode abort --max-weight-staleness 2".split(),
+        *"--rollout-max-response-len 300 --rollout-ignore-eos --dump-rollouts".split(),
+        *"--over-sampling-batch-size 6 --rollout-max-concurrency 64".split(),
     )
     assert job.code == 0, job.output
     again = cached = 0

@@ -71,9 +71,22 @@ def server(other_host, tiny_flags, tmp_path_factory) -> Iterator[Server]:
     directory = tmp_path_factory.mktemp("other_host")
     log, address_file = directory / "sglang.log", directory / "address"
     serve = [
-        *("ip", "netns", "exec", other_host.name, Path(sys.executable).parent / "r3train", "serve"),
-        *("--host", other_host.address, "--log", log, "--address-file", address_file),
-        *("--config", "configs/tiny_cpu.toml", *tiny_flags, jobs.R3_FLAGS[0]),
+        "ip",
+        "netns",
+        "exec",
+        other_host.name,
+        Path(sys.executable).parent / "r3train",
+        "serve",
+        "--host",
+        other_host.address,
+        "--log",
+        log,
+        "--address-file",
+        address_file,
+        "--config",
+        "configs/tiny_cpu.toml",
+        *tiny_flags,
+        jobs.R3_FLAGS[0],
     ]
     environment = {**jobs.environment(), ENGINE_KEY_VARIABLE: KEY}
     process = subprocess.Popen(serve, cwd=jobs.ROOT, env=environment, stdin=subprocess.DEVNULL)

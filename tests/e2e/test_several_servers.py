@@ -104,8 +104,8 @@ def test_a_job_with_two_servers_of_its_own_keeps_both_at_its_weights(tmp_path, t
         tmp_path / "run",
         *tiny_flags,
         *jobs.R3_FLAGS,
-        *("--num-rollout", "3", "--rollout-num-engines", "2", "--check-weight-update-equal"),
-        *("--pause-generation-mode", "in_place", "--sglang-log-level-http", "info"),
+        *"--num-rollout 3 --rollout-num-engines 2 --check-weight-update-equal".split(),
+        *"--pause-generation-mode in_place --sglang-log-level-http info".split(),
         timeout=500,
     )
     assert job.code == 0, job.output

@@ -69,10 +69,11 @@ def test_a_short_job_has_transformers_loss_and_its_checkpoint_converts_to_its_ex
     model, count = talk / "model", len(task_prompts())
     job = jobs.run(
         tmp_path / "run",
-        *("--hf-checkpoint", str(model), "--prompt-data", str(talk / "talk.jsonl")),
-        *("--rollout-batch-size", str(count), "--num-rollout", "2", "--no-plot"),
-        *("--save", str(tmp_path / "saved"), "--save-hf", str(tmp_path / "hf")),
-        *("--expert-model-parallel-size", "1"),
+        *f"--hf-checkpoint {model} --prompt-data {talk / 'talk.jsonl'}".split(),
+        *f"--rollout-batch-size {count} --num-rollout 2 --no-plot".split(),
+        *f"--save {tmp_path / 'saved'} --save-hf {tmp_path / 'hf'}".split(),
+        "--expert-model-parallel-size",
+        "1",
         **ONE_RANK,
     )
     assert job.code == 0, job.output
@@ -96,11 +97,12 @@ def test_a_model_learns_its_conversations_and_is_exported_as_ever(talk, tmp_path
     model, count = talk / "model", len(task_prompts())
     job = jobs.run(
         tmp_path / "run",
-        *("--hf-checkpoint", str(model), "--prompt-data", str(talk / "talk.jsonl")),
-        *("--save-hf", str(tmp_path / "hf/{rollout_id}"), "--save-interval", "7"),
-        *("--rollout-batch-size", str(count), "--save", str(tmp_path / "saved")),
-        *("--global-batch-size", str(count // 4), "--num-rollout", "12", "--no-plot"),
-        *("--expert-model-parallel-size", "1"),
+        *f"--hf-checkpoint {model} --prompt-data {talk / 'talk.jsonl'}".split(),
+        *f"--save-hf {tmp_path / 'hf/{rollout_id}'} --save-interval 7".split(),
+        *f"--rollout-batch-size {count} --save {tmp_path / 'saved'}".split(),
+        *f"--global-batch-size {count // 4} --num-rollout 12 --no-plot".split(),
+        "--expert-model-parallel-size",
+        "1",
         **ONE_RANK,
     )
     assert job.code == 0, job.output

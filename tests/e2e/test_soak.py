@@ -54,7 +54,7 @@ def test_20_steps_of_a_users_run_with_four_planned_faults_lose_nothing(tmp_path,
     ]
     flags += ["--rollout-segment-len", "3", "--engine-restart-backoff-s", "0"]
     said = soak(
-        *("--steps", "20", "--chaos", plan, "--directory", str(tmp_path / "soak"), "--", *flags)
+        "--steps", "20", "--chaos", plan, "--directory", str(tmp_path / "soak"), "--", *flags
     )
     assert all(planned.partition("@")[0] in said for planned in plan.split(","))
     # torchrun's restart went on from a checkpoint

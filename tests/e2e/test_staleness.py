@@ -38,13 +38,17 @@ def test_no_sample_is_older_than_allowed_though_requests_are_slow(
         job = jobs.run(
             tmp_path / "run",
             *tiny_flags,
-            *(*jobs.R3_FLAGS, *jobs.NO_CANARIES),
-            *("--num-rollout", str(STEPS), "--max-weight-staleness", str(staleness)),
+            *jobs.R3_FLAGS,
+            *jobs.NO_CANARIES,
+            *f"--num-rollout {STEPS} --max-weight-staleness {staleness}".split(),
             # the demo's: routes three steps old mismatch in more rows than the threshold lets its own
-            *("--lr", "2e-3"),
-            *("--over-sampling-batch-size", "6", "--stale-policy", "regenerate"),
-            *("--pause-generation-mode", "abort" if staleness else "drain"),
-            *("--rollout-external-engine-addrs", proxy),
+            "--lr",
+            "2e-3",
+            *"--over-sampling-batch-size 6 --stale-policy regenerate".split(),
+            "--pause-generation-mode",
+            "abort" if staleness else "drain",
+            "--rollout-external-engine-addrs",
+            proxy,
         )
     assert job.code == 0, job.output
     metrics = job.metrics()

@@ -184,11 +184,17 @@ def test_a_job_trains_on_rollouts_that_span_updates_with_equal_fingerprints(
         tmp_path / "run",
         *tiny_flags,
         *jobs.R3_FLAGS,
-        *("--num-rollout", "4", "--rollout-external-engine-addrs", engine),
-        *("--pause-generation-mode", mode, "--max-weight-staleness", "2"),
-        *("--rollout-max-response-len", "300", "--rollout-ignore-eos"),
-        *("--over-sampling-batch-size", "6", "--rollout-max-concurrency", "64"),
-        *("--pipeline-model-parallel-size", "2", "--expert-model-parallel-size", "1"),
+        "--num-rollout",
+        "4",
+        "--rollout-external-engine-addrs",
+        engine,
+        "--pause-generation-mode",
+        mode,
+        "--max-weight-staleness",
+        "2",
+        *"--rollout-max-response-len 300 --rollout-ignore-eos".split(),
+        *"--over-sampling-batch-size 6 --rollout-max-concurrency 64".split(),
+        *"--pipeline-model-parallel-size 2 --expert-model-parallel-size 1".split(),
         "--check-weight-update-equal",
     )
     assert job.code == 0, job.output
@@ -210,11 +216,14 @@ def test_a_job_without_r3_trains_on_rollouts_that_updates_retracted(tmp_path, ti
     job = jobs.run(
         tmp_path / "run",
         *tiny_flags,
-        *("--num-rollout", "3", "--rollout-external-engine-addrs", engine),
-        *("--pause-generation-mode", "retract", "--max-weight-staleness", "2"),
-        *("--rollout-max-response-len", "300", "--rollout-ignore-eos"),
+        "--num-rollout",
+        "3",
+        "--rollout-external-engine-addrs",
+        engine,
+        *"--pause-generation-mode retract --max-weight-staleness 2".split(),
+        *"--rollout-max-response-len 300 --rollout-ignore-eos".split(),
         # half of what the staleness allows: the other half runs while the first is trained
-        *("--rollout-max-concurrency", "24", "--check-weight-update-equal"),
+        *"--rollout-max-concurrency 24 --check-weight-update-equal".split(),
     )
     assert job.code == 0, job.output
     metrics = job.metrics()

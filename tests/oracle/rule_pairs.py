@@ -16,11 +16,22 @@ TWO_REWARDS: Part = {"reward_keys": ("right", "short"), "reward_weights": ("1.0"
 
 # the settings of each part; those that a part does not name are ``NEUTRAL``
 NEUTRAL: Part = {
-    **{"grpo_std_normalization": True, "gamma": 1.0, "normalize_advantages": False},
-    **{"use_tis": False, "rollout_is": "none", "rollout_is_mode": "truncate"},
-    **{"tis_clip": 2.0, "tis_clip_low": 0.0, "ratio_anchor": "old", "eps_clip_c": None},
-    **{"rollout_rs": (), "rollout_rs_threshold": (), "opsm_delta": None},
-    **{"kl_loss_coef": 0.3, "kl_loss_type": "k3", "use_unbiased_kl": False},
+    "grpo_std_normalization": True,
+    "gamma": 1.0,
+    "normalize_advantages": False,
+    "use_tis": False,
+    "rollout_is": "none",
+    "rollout_is_mode": "truncate",
+    "tis_clip": 2.0,
+    "tis_clip_low": 0.0,
+    "ratio_anchor": "old",
+    "eps_clip_c": None,
+    "rollout_rs": (),
+    "rollout_rs_threshold": (),
+    "opsm_delta": None,
+    "kl_loss_coef": 0.3,
+    "kl_loss_type": "k3",
+    "use_unbiased_kl": False,
 }
 ADVANTAGES: dict[str, Part] = {
     "grpo": {},

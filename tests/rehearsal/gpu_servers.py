@@ -132,9 +132,15 @@ def believe_in(card: Card) -> None:
     )
     free = (card.memory_mib * MIB, card.memory_mib * MIB)
     answers = {
-        **{"is_available": True, "device_count": 8, "current_device": 0, "is_initialized": True},
-        **{"get_device_capability": card.capability, "get_device_properties": facts},
-        **{"get_device_name": card.name, "mem_get_info": free, "get_arch_list": ["sm_90"]},
+        "is_available": True,
+        "device_count": 8,
+        "current_device": 0,
+        "is_initialized": True,
+        "get_device_capability": card.capability,
+        "get_device_properties": facts,
+        "get_device_name": card.name,
+        "mem_get_info": free,
+        "get_arch_list": ["sm_90"],
         **dict.fromkeys(("_lazy_init", "set_device", "empty_cache")),
     }
     torch.version.cuda = "13.0"

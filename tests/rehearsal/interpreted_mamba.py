@@ -179,7 +179,11 @@ def trainer_errors() -> dict[str, dict[str, float]]:
 
     given = {
         "zxbcdt": torch.randn(1, sum(PACK), INNER + CHANNELS + HEADS),
-        **{"window": WINDOW, "bias": BIAS, "dt_bias": STEP_BIAS, "A": DECAY, "D": SKIP},
+        "window": WINDOW,
+        "bias": BIAS,
+        "dt_bias": STEP_BIAS,
+        "A": DECAY,
+        "D": SKIP,
     }
 
     def kernel(zxbcdt: T, window: T, bias: T, dt_bias: T, A: T, D: T, sequences: T) -> T:

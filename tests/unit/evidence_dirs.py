@@ -140,7 +140,10 @@ def records_of(step: int, rank: int, microbatches: int = 1) -> list[ReplayEviden
     places = [(p, m, layer) for p in PASSES for m in range(microbatches) for layer in LAYERS]
     return [
         record(
-            *(step, rank, p, layer),
+            step,
+            rank,
+            p,
+            layer,
             microbatch_id=m,
             fingerprint=fingerprint(step + 1000 * m, rank, layer),
         )
@@ -202,7 +205,9 @@ def write_run(
                 verdict = replace(verdict, sampling=judge_recheck(rechecked(step), 0))
             verdict = replace(verdict, served=canaries)
             line = step_line(
-                *(verdict, expectation, SHAPE),
+                verdict,
+                expectation,
+                SHAPE,
                 world_size=ranks,
                 mismatch_threshold=0.02,
                 check_interval=check_interval,

@@ -18,24 +18,50 @@ BASE = {
     "input_key": "question",
 }
 OF_ROLLOUT = {
-    **{"input_key": "question", "label_key": "label", "metadata_key": "metadata"},
-    **{"apply_chat_template": False, "rm_type": None, "n_samples_per_eval_prompt": 1},
-    **{"temperature": 0.9, "top_p": 0.8, "top_k": 40, "max_response_len": 8},
+    "input_key": "question",
+    "label_key": "label",
+    "metadata_key": "metadata",
+    "apply_chat_template": False,
+    "rm_type": None,
+    "n_samples_per_eval_prompt": 1,
+    "temperature": 0.9,
+    "top_p": 0.8,
+    "top_k": 40,
+    "max_response_len": 8,
 }
 OF_FLAGS = {
-    **{"input_key": "q", "label_key": "a", "metadata_key": "metadata"},
-    **{"apply_chat_template": False, "rm_type": "exact_match", "n_samples_per_eval_prompt": 4},
-    **{"temperature": 0.6, "top_p": 0.95, "top_k": 20, "max_response_len": 16},
+    "input_key": "q",
+    "label_key": "a",
+    "metadata_key": "metadata",
+    "apply_chat_template": False,
+    "rm_type": "exact_match",
+    "n_samples_per_eval_prompt": 4,
+    "temperature": 0.6,
+    "top_p": 0.95,
+    "top_k": 20,
+    "max_response_len": 16,
 }
 FLAGS = {
-    **{"eval_input_key": "q", "eval_label_key": "a", "eval_rm_type": "exact_match"},
-    **{"n_samples_per_eval_prompt": 4, "eval_temperature": 0.6, "eval_top_p": 0.95},
-    **{"eval_top_k": 20, "eval_max_response_len": 16},
+    "eval_input_key": "q",
+    "eval_label_key": "a",
+    "eval_rm_type": "exact_match",
+    "n_samples_per_eval_prompt": 4,
+    "eval_temperature": 0.6,
+    "eval_top_p": 0.95,
+    "eval_top_k": 20,
+    "eval_max_response_len": 16,
 }
 OWN = {
-    **{"input_key": "x", "label_key": "y", "metadata_key": "z", "apply_chat_template": True},
-    **{"rm_type": "accepted_words", "n_samples_per_eval_prompt": 2, "temperature": 0.3},
-    **{"top_p": 0.5, "top_k": 5, "max_response_len": 32},
+    "input_key": "x",
+    "label_key": "y",
+    "metadata_key": "z",
+    "apply_chat_template": True,
+    "rm_type": "accepted_words",
+    "n_samples_per_eval_prompt": 2,
+    "temperature": 0.3,
+    "top_p": 0.5,
+    "top_k": 5,
+    "max_response_len": 32,
 }
 
 

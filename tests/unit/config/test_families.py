@@ -127,9 +127,16 @@ def test_the_published_configuration_of_its_language_model_is_taken(tmp_path):
 
 # in 10^9; those of the other models are in tests/contract/test_recipes.py
 PARAMETERS = {
-    **{"DeepSeek-V2-Lite": 15.7, "Kimi-K2-Instruct": 1026.4, "Kimi-K2.5": 1026.4},
-    **{"MiniMax-M2": 228.7, "Mixtral-8x7B": 46.7, "OLMoE-1B-7B": 6.9, "Qwen2-57B-A14B": 57.4},
-    **{"Nemotron-3-Nano-30B-A3B": 31.6, "Qwen3-Next-80B-A3B": 79.7, "Qwen3-VL-30B-A3B": 30.5},
+    "DeepSeek-V2-Lite": 15.7,
+    "Kimi-K2-Instruct": 1026.4,
+    "Kimi-K2.5": 1026.4,
+    "MiniMax-M2": 228.7,
+    "Mixtral-8x7B": 46.7,
+    "OLMoE-1B-7B": 6.9,
+    "Qwen2-57B-A14B": 57.4,
+    "Nemotron-3-Nano-30B-A3B": 31.6,
+    "Qwen3-Next-80B-A3B": 79.7,
+    "Qwen3-VL-30B-A3B": 30.5,
 }
 
 

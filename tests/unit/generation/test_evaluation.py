@@ -85,8 +85,15 @@ def test_rows_are_in_order_and_hold_prompt_label_answer_reward_and_version():
         (f"e:{prompt}", sample) for prompt in range(3) for sample in range(2)
     ]
     assert rows[2] == {
-        **{"prompt_id": "e:1", "sample": 0, "prompt": "say 1", "label": 1, "answer": "9 9 9 9"},
-        **{"reward": 4.0, "version": 0, "response_len": 4, "finish_reason": "stop"},
+        "prompt_id": "e:1",
+        "sample": 0,
+        "prompt": "say 1",
+        "label": 1,
+        "answer": "9 9 9 9",
+        "reward": 4.0,
+        "version": 0,
+        "response_len": 4,
+        "finish_reason": "stop",
     }
 
 

@@ -100,7 +100,9 @@ async def test_a_parser_sees_special_tokens_and_not_the_one_that_ends_the_answer
     config = RunConfig.from_toml(
         "configs/tiny_cpu.toml",
         {
-            **{"apply_chat_template": True, "hf_checkpoint": str(model), "agent": "m:f"},
+            "apply_chat_template": True,
+            "hf_checkpoint": str(model),
+            "agent": "m:f",
             "agent_tool_call_parser": f"{HERE}:after_the_mark",
             "agent_reasoning_parser": "none",
         },
@@ -114,8 +116,12 @@ async def test_a_parser_sees_special_tokens_and_not_the_one_that_ends_the_answer
         return stitch.extend(
             sample,
             Segment(
-                *(np.array(own, np.int32), zeros.astype(np.float32), zeros.astype(np.int32)),
-                *(None, 0, "stop"),
+                np.array(own, np.int32),
+                zeros.astype(np.float32),
+                zeros.astype(np.int32),
+                None,
+                0,
+                "stop",
             ),
         )
 

@@ -31,9 +31,13 @@ def saved(tiny, tmp_path) -> Path:
 def save(checkpoint: Path, tiny: Path, *flags: str, run: dict = {}) -> None:
     config = parse_train_flags(
         [
-            *("--config", str(ROOT / "configs/tiny_cpu.toml"), *flags),
-            *("--hf-checkpoint", str(tiny / "model")),
-            *("--prompt-data", str(tiny / "prompts.jsonl")),
+            "--config",
+            str(ROOT / "configs/tiny_cpu.toml"),
+            *flags,
+            "--hf-checkpoint",
+            str(tiny / "model"),
+            "--prompt-data",
+            str(tiny / "prompts.jsonl"),
         ],
         prog_name="train",
     )

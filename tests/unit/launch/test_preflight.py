@@ -54,8 +54,10 @@ def start(tiny: Path, *flags: str, world_size: int | None = 2, environment: dict
         [
             *(() if "--config" in flags else RECIPE),
             "--use-rollout-routing-replay",
-            *("--hf-checkpoint", str(tiny / "model")),
-            *("--prompt-data", str(tiny / "prompts.jsonl")),
+            "--hf-checkpoint",
+            str(tiny / "model"),
+            "--prompt-data",
+            str(tiny / "prompts.jsonl"),
             *flags,
         ],
         env={"RANK": None, "WORLD_SIZE": None, **ranks, **environment},
@@ -94,8 +96,8 @@ def test_a_dry_run_without_torchrun_says_what_would_run(tiny):
 
 def test_a_dry_run_estimates_every_rank_and_its_servers(tiny):
     pipeline = (
-        *("--pipeline-model-parallel-size", "2", "--expert-model-parallel-size", "1"),
-        *("--sglang-tp-size", "1", "--rollout-max-context-len", "60"),
+        *"--pipeline-model-parallel-size 2 --expert-model-parallel-size 1".split(),
+        *"--sglang-tp-size 1 --rollout-max-context-len 60".split(),
     )
     checked = ("--use-rollout-routing-replay", "--enable-r3-correctness-check")
     flags = ("--dry-run", "--estimate", *checked, *pipeline)
@@ -238,9 +240,13 @@ def test_stop_tokens_are_added_to_the_checkpoints_own(tiny, tmp_path):
     flags = ("--rollout-stop-token-ids", "5", "--rollout-stop", "<pad>")
     config = parse_train_flags(
         [
-            *("--config", str(ROOT / "configs/tiny_cpu.toml"), *flags),
-            *("--hf-checkpoint", str(tiny / "model")),
-            *("--prompt-data", str(tiny / "prompts.jsonl")),
+            "--config",
+            str(ROOT / "configs/tiny_cpu.toml"),
+            *flags,
+            "--hf-checkpoint",
+            str(tiny / "model"),
+            "--prompt-data",
+            str(tiny / "prompts.jsonl"),
         ],
         prog_name="train",
     )

@@ -59,7 +59,9 @@ def test_without_a_number_there_are_as_many_ranks_as_the_settings_need(
         ({"world_size": 3}, None, 2, "run.world_size 3 is not a multiple of --nnodes 2"),
         (
             {"sglang": {"tp_size": 1}, "expert_model_parallel_size": 8},
-            *(None, 1, "8 GPUs are visible, and the run's servers take 1: .* need 8 ranks"),
+            None,
+            1,
+            "8 GPUs are visible, and the run's servers take 1: .* need 8 ranks",
         ),
     ],
 )

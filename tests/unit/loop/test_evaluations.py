@@ -65,7 +65,10 @@ def test_rows_and_numbers_of_every_set_and_version_are_on_disk(tmp_path):
     run.evaluate(5)
     assert versions(tmp_path) == [(0, "a"), (0, "b"), (5, "a"), (5, "b")]
     assert sorted(p.name for p in (tmp_path / "eval").iterdir()) == [
-        *("0000000-a.jsonl", "0000000-b.jsonl", "0000005-a.jsonl", "0000005-b.jsonl"),
+        "0000000-a.jsonl",
+        "0000000-b.jsonl",
+        "0000005-a.jsonl",
+        "0000005-b.jsonl",
         "metrics.jsonl",
     ]
     rows = (tmp_path / "eval" / "0000005-b.jsonl").read_text().splitlines()

@@ -219,6 +219,9 @@ def test_rows_are_counted_under_the_weights_that_are_known_to_have_computed_them
     # the row before a sampled token is of its weights whatever the cache was
     of_prompt = {**prompt["prefilled"], 4: prompt["prefilled"].get(4, 0) + 1}
     assert expected.rows_by_class == {
-        **{"decoded": {4: 1}, "prefilled": of_prompt, "prefilled_again": {}},
-        **{"cached": prompt["cached"], "filled": {-1: 1}},
+        "decoded": {4: 1},
+        "prefilled": of_prompt,
+        "prefilled_again": {},
+        "cached": prompt["cached"],
+        "filled": {-1: 1},
     }

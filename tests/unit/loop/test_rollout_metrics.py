@@ -172,7 +172,7 @@ def test_one_sample_a_turn_counts_its_episode_once():
         own = np.zeros(end, dtype=bool)
         own[start:] = True
         step = replace(
-            *(whole,),
+            whole,
             sample_id=4 + place,
             token_ids=whole.token_ids[:end],
             prompt_len=start,
@@ -201,7 +201,7 @@ def test_a_turn_is_as_stale_as_its_own_tokens():
         own[start:] = True
         turns.append(
             replace(
-                *(whole,),
+                whole,
                 sample_id=place,
                 token_ids=whole.token_ids[:end],
                 prompt_len=start,
@@ -217,8 +217,11 @@ def test_a_turn_is_as_stale_as_its_own_tokens():
     got = rollout_metrics(5, stats, samples)
     staleness = {k: v for k, v in got.items() if k.startswith("rollout/staleness_")}
     assert staleness == {
-        **{"rollout/staleness_0": 0, "rollout/staleness_1": 1, "rollout/staleness_2": 1},
-        **{"rollout/staleness_mean": 1.5, "rollout/staleness_max": 2},
+        "rollout/staleness_0": 0,
+        "rollout/staleness_1": 1,
+        "rollout/staleness_2": 1,
+        "rollout/staleness_mean": 1.5,
+        "rollout/staleness_max": 2,
     }
     assert got["rollout/spanning_samples"] == 1
 

@@ -225,8 +225,11 @@ def test_classes_that_do_not_add_up_to_the_rows_that_were_replayed_fail(
     # three turns: the prompt, two times an answer's last token with the environment's two, and answers but their last
     line = json.loads((tmp_path / "right" / "evidence" / "steps.jsonl").read_text())
     assert line["rows_by_class"] == {
-        **{"decoded": {"0": 9}, "prefilled": {"0": PROMPT_LEN + 6}},
-        **{"prefilled_again": {}, "cached": {}, "filled": {"-1": 1}},
+        "decoded": {"0": 9},
+        "prefilled": {"0": PROMPT_LEN + 6},
+        "prefilled_again": {},
+        "cached": {},
+        "filled": {"-1": 1},
     }
     real = prove_step
 

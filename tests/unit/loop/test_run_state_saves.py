@@ -140,7 +140,8 @@ def test_rank_0_saves_the_facts_the_configuration_and_samples_with_their_routes(
     run_state.watch(waiting(samples))
     run_state.save(5)
     assert run_state.checkpointer.facts == {
-        **{"run": {"lora": None}, HAS_BUFFER: True},
+        "run": {"lora": None},
+        HAS_BUFFER: True,
         "run_dir": str(tmp_path.resolve()),
     }
     assert (tmp_path / CONFIG_FILE).read_text() == run_state.config.to_toml()

@@ -51,7 +51,10 @@ def right_step() -> list[ReplayEvidence]:
                 current = CURRENT[replay_pass]
                 calls.append(
                     record(
-                        *(0, 0, replay_pass, layer),
+                        0,
+                        0,
+                        replay_pass,
+                        layer,
                         stage=stage,
                         microbatch_id=microbatch,
                         num_rows=ROWS + FILLED + PADDING,
@@ -68,7 +71,10 @@ def right_step() -> list[ReplayEvidence]:
             current = KEPT_CURRENT[replay_pass]
             calls.append(
                 record(
-                    *(0, 0, replay_pass, OUTPUT),
+                    0,
+                    0,
+                    replay_pass,
+                    OUTPUT,
                     stream=SAMPLING_MASK,
                     microbatch_id=microbatch,
                     rows_replayed=KEPT,

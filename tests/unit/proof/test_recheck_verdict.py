@@ -203,7 +203,11 @@ def test_each_server_is_judged_by_its_own_noise():
     parts = [again_of(sample, server=server, rows=rows) for server in (0, 1)]
     for pairs in (noisy + exact, exact + noisy):
         records = compare_rollout(
-            *(4, RecheckedRollout(parts, 0, pairs), [sample], lambda s: s, list(LAYERS)),
+            4,
+            RecheckedRollout(parts, 0, pairs),
+            [sample],
+            lambda s: s,
+            list(LAYERS),
             log_probs=True,
             dtype="float32",
         )
@@ -319,7 +323,7 @@ def test_of_a_sample_under_two_versions_the_last_part_is_compared_whatever_the_f
     of_prompt = {"part": "prompt", "token_ids": sample.token_ids[:PROMPT]}
     prompts = [
         again_of(
-            *(sample,),
+            sample,
             **of_prompt,
             weight_version=v,
             held_version=v,

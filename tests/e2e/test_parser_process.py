@@ -17,6 +17,8 @@ from r3train.engine.parser_process import Parser, within_limit
 from tests.unit.agents.scripted import until
 from tests.unit.engine.test_parsers import _CALL, _TOOLS, _Tokenizer, users
 
+pytestmark = pytest.mark.e2e  # each process imports SGLang
+
 # a call of 40 arguments that was cut before its end
 _ENDLESS = "[add(" + "a=1, " * 40
 _HERE = "tests.unit.engine.test_parsers"
