@@ -46,7 +46,7 @@ def test_every_step_is_proved_live_and_from_its_files(recorded):
 def test_the_rollout_fingerprint_equals_the_trainers_in_every_pass_of_every_step(recorded):
     steps = [json.loads(line) for line in (recorded.run_dir / "evidence/steps.jsonl").open()]
     assert [s["step"] for s in steps] == list(STEPS)
-    expected = {s["step"]: s["expected_fingerprints"] for s in steps}
+    expected = {s["step"]: s["streams"]["routes"]["fingerprints"] for s in steps}
     summed: dict[tuple, int] = {}
     for e in recorded.evidence():
         key = e["step"], e["replay_pass"], e["stage"], e["layer_number"]
