@@ -71,8 +71,12 @@ SHAPES = {
     "long": Shape(LONGER, response=256, steps=4, prompts=2, prompt_words=150),
 }
 ASYNC = (
-    *("--max-weight-staleness", "1", "--pause-generation-mode", "in_place"),
-    *("--update-weight-transfer-mode", "shared_memory"),
+    "--max-weight-staleness",
+    "1",
+    "--pause-generation-mode",
+    "in_place",
+    "--update-weight-transfer-mode",
+    "shared_memory",
 )
 OURS, AGAIN, TRL = "r3train", "r3train, again", "TRL"
 # of our only rank, beside a server of one: a second one would share its core, and libgomp's threads wait busily

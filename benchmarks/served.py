@@ -50,8 +50,16 @@ def sound(tiny: Path, dtype: str, lr: float, updates: int) -> dict[str, Any]:
     steps = job(
         tiny,
         f"{dtype}-{lr:g}",
-        *(*small, *precision, "--lr", str(lr), "--lr-warmup-iters", "0"),
-        *("--num-rollout", str(updates + 1), "--r3-mismatch-threshold", "1"),
+        *small,
+        *precision,
+        "--lr",
+        str(lr),
+        "--lr-warmup-iters",
+        "0",
+        "--num-rollout",
+        str(updates + 1),
+        "--r3-mismatch-threshold",
+        "1",
     )
     judged = [step for step in steps if "served/passed" in step]
     assert len(judged) == updates and all(step["served/passed"] for step in judged)
@@ -78,7 +86,11 @@ def cost(tiny: Path, rounds: int) -> dict[str, Any]:
             steps = job(
                 tiny,
                 f"{name}-{number}".replace(" ", "-"),
-                *(*_A_THOUSAND, "--num-rollout", str(_COST_STEPS), "--r3-canaries", tokens),
+                *_A_THOUSAND,
+                "--num-rollout",
+                str(_COST_STEPS),
+                "--r3-canaries",
+                tokens,
             )[_WARM_UP:-1]
             seconds[name].append(statistics.median(step["perf/step_s"] for step in steps))
             if tokens != "0":

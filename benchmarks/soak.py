@@ -90,25 +90,36 @@ GROWTH = 0.05
 SAMPLE_EVERY_S = 0.25
 IN_TURN = tuple(SIGNALS)  # with --fault-every
 TINY = (
-    *("--rollout-batch-size", "4", "--n-samples-per-prompt", "4"),
-    *("--engine-restart-backoff-s", "0", "--engine-health-timeout-s", "10"),
-    *(
-        "--save-interval",
-        "5",
-        "--save-keep-last",
-        "2",
-        "--async-save",
-        "--rollout-segment-len",
-        "3",
-    ),
+    "--rollout-batch-size",
+    "4",
+    "--n-samples-per-prompt",
+    "4",
+    "--engine-restart-backoff-s",
+    "0",
+    "--engine-health-timeout-s",
+    "10",
+    "--save-interval",
+    "5",
+    "--save-keep-last",
+    "2",
+    "--async-save",
+    "--rollout-segment-len",
+    "3",
 )
 
 
 def needed(run_dir: Path, steps: int) -> list[str]:
     """Flags without which a run does not go on after a fault."""
     return [
-        *("--run-dir", str(run_dir), "--num-rollout", str(steps), "--save", str(run_dir / "ck")),
-        *("--auto-resume", "--max-engine-restarts", "1000"),
+        "--run-dir",
+        str(run_dir),
+        "--num-rollout",
+        str(steps),
+        "--save",
+        str(run_dir / "ck"),
+        "--auto-resume",
+        "--max-engine-restarts",
+        "1000",
     ]
 
 

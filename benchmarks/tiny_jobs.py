@@ -49,10 +49,17 @@ def job_flags(tiny: Path, run_dir: Path, *flags: str) -> list[str]:
     demo = ["--config", "configs/tiny_cpu.toml", "--no-use-rollout-routing-replay"]
     demo.append("--no-enable-r3-correctness-check")
     return [
-        *("train_async.py", "--run-dir", str(run_dir)),
-        *(() if "--config" in flags else demo),
-        *("--hf-checkpoint", str(tiny / "model"), "--prompt-data", str(tiny / "prompts.jsonl")),
-        *("--no-plot", "--no-tensorboard", *flags),
+        "train_async.py",
+        "--run-dir",
+        str(run_dir),
+        *([] if "--config" in flags else demo),
+        "--hf-checkpoint",
+        str(tiny / "model"),
+        "--prompt-data",
+        str(tiny / "prompts.jsonl"),
+        "--no-plot",
+        "--no-tensorboard",
+        *flags,
     ]
 
 

@@ -383,7 +383,11 @@ def estimate_server(
     servers = len(rollout.rollout_external_engine_addrs) or rollout.rollout_num_engines
     tokens = rollout.most_in_flight * longest_sample(config, model.hf, longest_prompt)
     return ServerEstimate(
-        *(gpus, is_given, weights / gpus, token_bytes, pool),
+        gpus,
+        is_given,
+        weights / gpus,
+        token_bytes,
+        pool,
         in_flight=ceil(rollout.most_in_flight / servers),
         needed_tokens=ceil(tokens / servers),
     )

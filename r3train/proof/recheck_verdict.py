@@ -33,7 +33,6 @@ from r3train.types import (
     RolloutSample,
 )
 
-Share = Annotated[float, Meta(ge=0, le=1)]
 # the pass of a failure
 AGAIN = "rechecked"
 

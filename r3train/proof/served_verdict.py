@@ -43,9 +43,9 @@ _MEAN_OF_FLOOR = 1 / 16
 _MOST_MEAN = 0.1
 # The actor must have moved on so many tokens before a server that has not is a failure.
 _ACTOR_MOVED = 0.5
-# Rows of the actor's own choice may leave the server's twice as often as at the start ...
+# The actor's router may disagree with the server in twice as many rows as at the start ...
 _ROUTER_SLACK = 2.0
-# ... which some thousand rows cannot tell from 0 below this.
+# ... or in this share of the rows: a smaller one cannot be told from 0 on a few thousand rows.
 _LEAST_LEFT = 1e-4
 
 
@@ -105,7 +105,7 @@ class Before:
         return max(_LARGEST_GAP * self.gap_max, floor)
 
     def most_left(self, rows: int) -> int:
-        """The most of so many router rows that may leave the server's."""
+        """The most of these router rows that may disagree with the server's."""
         mean = _ROUTER_SLACK * rows * max(self.rows_left / max(self.rows, 1), _LEAST_LEFT)
         return min(rows, int(mean + 5 * mean**0.5 + 2))
 
