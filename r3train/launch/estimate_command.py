@@ -29,7 +29,7 @@ from r3train.launch.estimate import (
     value_bytes,
 )
 from r3train.config.recipes import recipe_path
-from r3train.launch.topologies import MARGIN, Fit, fullest_rank, search
+from r3train.launch.topology_search import MARGIN, Fit, fullest_rank, search
 
 # of an H100 with 80 GB
 _GPU_GB = 80.0

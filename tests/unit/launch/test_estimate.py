@@ -12,7 +12,7 @@ from r3train.families import tensor_shapes
 from r3train.families.published import PUBLISHED, published_names
 from r3train.launch import estimate
 from r3train.launch.estimate import Model, estimate_server, layer_bytes, stages
-from r3train.launch.topologies import search
+from r3train.launch.topology_search import search
 from r3train.verify.tiny import build
 from r3train.families.tiny_options import TinyOptions
 from tests.unit.doctor_setups import config_of
