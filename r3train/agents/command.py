@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from r3train.agents.http import Access
-from r3train.agents.reward import Reward, read_reward_file
+from r3train.agents.harness_reward import Reward, read_reward_file
 from r3train.chat.base import AgentFailed
 from r3train.child_environment import inherited
 

@@ -14,7 +14,7 @@ from typing import Protocol
 import orjson
 from aiohttp import web
 
-from r3train.agents.reward import Reward, read_reward
+from r3train.agents.harness_reward import Reward, read_reward
 from r3train.chat import anthropic, openai
 from r3train.chat.base import ChatAnswer, ChatRefused, ChatRequest
 from r3train.chat.openai import ChatCall

@@ -46,7 +46,7 @@ from r3train.proof.judge import (
     judge,
     misaligned,
     native,
-    own_choices,
+    agreement_counts,
     STREAMS,
     StepTotals,
     StepVerdict,
@@ -115,9 +115,9 @@ class _Step:
     verdict: StepVerdict
 
     @property
-    def own_choice(self) -> dict[int, dict[str, int]]:
+    def agreement_counts(self) -> dict[int, dict[str, int]]:
         """The counters by layer where the routers' own choice is compared with the routes."""
-        return own_choices(self.totals, self.line)
+        return agreement_counts(self.totals, self.line)
 
     @property
     def lost(self) -> bool:
@@ -173,7 +173,9 @@ class _RunAudit:
         self._has_canaries: dict[str, bool] = {}  # by start
         self._rows_expected = 0
         self._replayed: Counter[str] = Counter()  # replayed rows by stream
-        self._own_choice: dict[int, Counter[str]] = {}  # by layer, see ``_Step.own_choice``
+        self._agreement_counts: dict[int, Counter[str]] = (
+            {}
+        )  # by layer, see ``_Step.agreement_counts``
         self._last: StepLine | None = None
 
     def audited(self, min_steps: int) -> Audit:
@@ -233,13 +235,13 @@ class _RunAudit:
             shape = RouteShape(max(layers), line.topk, line.num_experts)
             totals = StepTotals(shape)
             for rank, file in files.items():
-                for record in self._of_step(file, place):
+                for record in self._records_of_step(file, place):
                     if record.rank != rank or rank >= line.world_size:
                         text = f"a record of rank {record.rank} of {line.world_size} at step {line.step}"
                         raise EvidenceError(f"{file.name}: {text}")
                     totals.add(record)
-            compared = list(self._of_step(rechecked, place))
-            trained = list(self._of_step(sessions, place))
+            compared = list(self._records_of_step(rechecked, place))
+            trained = list(self._records_of_step(sessions, place))
             served = list(self._canaries_of(canaries, place))
             limit = line.mismatch_threshold if self._threshold is None else self._threshold
             verdict = judge(totals, line, shape, mismatch_threshold=limit)
@@ -247,14 +249,14 @@ class _RunAudit:
             self._add(_Step(line, superseded, totals, compared, trained, served, verdict))
         list(self._canaries_of(canaries, len(self._place_of) + 1))
         for file in (*files.values(), rechecked, sessions):  # what follows the last verdict
-            list(self._of_step(file, len(self._place_of) + 1))
+            list(self._records_of_step(file, len(self._place_of) + 1))
 
-    def _of_step(self, file: StepReader, place: int) -> Iterator[Any]:
+    def _records_of_step(self, file: StepReader, place: int) -> Iterator[Any]:
         """Yield the records of the verdict at ``place``; those without one are of an unfinished step."""
-        for own, record in file.until(place, self._place_of):
-            if own == place:
+        for record_place, record in file.until(place, self._place_of):
+            if record_place == place:
                 yield record
-            elif own:
+            elif record_place:
                 text = f"records of step {record.step} stand after those of a later one"
                 raise EvidenceError(f"{file.name}: {text}")
             elif record.step not in self._unjudged[record.attempt]:
@@ -262,10 +264,10 @@ class _RunAudit:
 
     def _canaries_of(self, file: StepReader, place: int) -> Iterator[ServedLine]:
         """Yield the canaries of the verdict at ``place``, and judge those of updates without one on their own."""
-        for own, record in file.until(place, self._place_of):
-            if own == place:
+        for record_place, record in file.until(place, self._place_of):
+            if record_place == place:
                 yield record
-            elif own:
+            elif record_place:
                 text = f"canaries of version {record.step} stand after those of a later one"
                 raise EvidenceError(f"{file.name}: {text}")
             else:
@@ -311,7 +313,7 @@ class _RunAudit:
         if step.lost:
             self._steps_noted[_LOST].add(line.step)
         if not findings:
-            findings = list(_contradictions(step, by_own=self._threshold is None))
+            findings = list(_contradictions(step, run_threshold=self._threshold is None))
         if findings and step.superseded and self._accept:
             more = f", and {len(findings) - 1} more" if len(findings) > 1 else ""
             text = f"accepted, of a step that was trained again: {findings[0]}{more}"
@@ -331,11 +333,11 @@ class _RunAudit:
         )
         for cell in step.totals.cells:
             self._replayed[cell[1]] += step.totals.counters(cell)["rows_replayed"]
-        for layer, values in step.own_choice.items():
-            self._own_choice.setdefault(layer, Counter()).update(values)
+        for layer, values in step.agreement_counts.items():
+            self._agreement_counts.setdefault(layer, Counter()).update(values)
         self._add_rechecked(step)
-        for label, of_versions in (line.rows_by_class or {}).items():
-            self._classes[label] += sum(of_versions.values())
+        for label, version_counts in (line.rows_by_class or {}).items():
+            self._classes[label] += sum(version_counts.values())
         self._sessions.update(
             sessions=len(step.sessions),
             tokens=sum(session.num_tokens for session in step.sessions),
@@ -411,7 +413,7 @@ class _RunAudit:
         if self._last is None:
             return
         found = {f.layer_number for f in self.audit.findings if f.claim == "agreement"}
-        layers = dict(sorted(self._own_choice.items()))
+        layers = dict(sorted(self._agreement_counts.items()))
         place = native(self._last.passes), ROUTES, FORWARD
         for layer, values in layers.items():
             if layer not in found and (beaten := beaten_by(values)):
@@ -516,10 +518,10 @@ def _findings(step: _Step) -> Iterator[Finding]:
             yield step.finding(CUSTODY, text)
 
 
-def _contradictions(step: _Step, *, by_own: bool) -> Iterator[Finding]:
+def _contradictions(step: _Step, *, run_threshold: bool) -> Iterator[Finding]:
     """Yield the parts of the verdict that the run wrote that are not what its records give.
 
-    by_own: the threshold is the run's own.
+    run_threshold: the threshold is the run's, not one of the command line.
     """
     line, verdict = step.line, step.verdict
     claim = _claim_of(line.failures[0]) if line.failures else "applied"
@@ -535,18 +537,20 @@ def _contradictions(step: _Step, *, by_own: bool) -> Iterator[Finding]:
     if not step.lost:
         parts.append(("covered", "counts", line.counts, verdict.counts))
         parts.append(("agreement", "agreement", line.agreement, verdict.agreement))
-    if by_own:
+    if run_threshold:
         parts.append(("agreement", "threshold_error", line.threshold_error, None))
-    if by_own and not step.lost:
+    if run_threshold and not step.lost:
         parts.append(("agreement", "stale_warning", line.stale_warning, verdict.stale_warning))
     differ = [part for part in parts if part[2] != part[3]]
-    if by_own and not line.passed and not differ:
+    if run_threshold and not line.passed and not differ:
         differ.append(("applied", "passed", False, True))
-    for claim, name, said, got in differ:
-        if isinstance(said, dict):
-            keys = sorted(key for key in said.keys() | got.keys() if said.get(key) != got.get(key))
-            name, said, got = f"{name}.{keys[0]}", said.get(keys[0]), got.get(keys[0])
-        values = {"got": f"{said!s:.400}", "expected": f"{got!s:.400}, as its records have it"}
+    for claim, name, written, got in differ:
+        if isinstance(written, dict):
+            keys = sorted(
+                key for key in written.keys() | got.keys() if written.get(key) != got.get(key)
+            )
+            name, written, got = f"{name}.{keys[0]}", written.get(keys[0]), got.get(keys[0])
+        values = {"got": f"{written!s:.400}", "expected": f"{got!s:.400}, as its records have it"}
         yield step.finding(claim, f"{name} of the run's own verdict", **values)
 
 

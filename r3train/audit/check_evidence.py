@@ -139,10 +139,10 @@ def claim_facts(audit: Audit) -> dict[str, str]:
         named = ", ".join(f"{rows:,} {label.replace('_', ' ')}" for label, rows in by_class.items())
         facts["covered"] += f"; rows of the rollouts: {named}"
     if CUSTODY in audit.claims:
-        of = n["custody"]
+        sessions = n["custody"]
         facts[CUSTODY] = (
-            f"{_amount(of['sessions'], 'session')}: {of['tokens']} tokens sampled and delivered, in"
-            f" {_amount(of['samples'], 'sample')}"
+            f"{_amount(sessions['sessions'], 'session')}: {sessions['tokens']} tokens sampled and delivered, in"
+            f" {_amount(sessions['samples'], 'sample')}"
         )
     if SERVED in audit.claims:
         facts[SERVED] = _served_facts(n["served"])
@@ -159,21 +159,21 @@ def claim_facts(audit: Audit) -> dict[str, str]:
             f"none shared in {a['mismatch']:.3%}"
         )
         if "stale_mismatch" in a:
-            own = f"{a['current_mismatch']:.3%}" if "current_mismatch" in a else "no row"
+            current = f"{a['current_mismatch']:.3%}" if "current_mismatch" in a else "no row"
             facts[
                 "agreement"
-            ] += f"; of the actor's own weight version {own}, of others {a['stale_mismatch']:.3%}"
+            ] += f"; of the actor's own weight version {current}, of others {a['stale_mismatch']:.3%}"
     return facts
 
 
-def _served_facts(of: dict[str, Any]) -> str:
-    use = of["coverage"]
-    repeats = "bit by bit" if of["exact"] else f"to {of['repeat_off']:.2g} nats"
+def _served_facts(numbers: dict[str, Any]) -> str:
+    use = numbers["coverage"]
+    repeats = "bit by bit" if numbers["exact"] else f"to {numbers['repeat_off']:.2g} nats"
     return (
-        f"{_amount(of['updates'], 'update')}, {_amount(of['readings'], 'reading')} of all canaries, which use"
+        f"{_amount(numbers['updates'], 'update')}, {_amount(numbers['readings'], 'reading')} of all canaries, which use"
         f" {use['experts_used'] / use['experts']:.0%} of the (layer, expert) pairs and"
-        f" {use['tokens_used'] / use['vocabulary']:.0%} of the vocabulary: at most {of['gap_mean']:.2g} nats from the"
-        f" actor on average, other experts in {of['rows_left']:,} of {of['rows']:,} rows, {of['inconclusive']}"
+        f" {use['tokens_used'] / use['vocabulary']:.0%} of the vocabulary: at most {numbers['gap_mean']:.2g} nats from the"
+        f" actor on average, other experts in {numbers['rows_left']:,} of {numbers['rows']:,} rows, {numbers['inconclusive']}"
         f" inconclusive; servers repeat themselves {repeats}"
     )
 

@@ -201,7 +201,9 @@ class StepReader(Generic[_LineT]):
 
     def __init__(self, path: Path, decoder: msgspec.json.Decoder[_LineT]):
         self.name = path.name
-        self._groups = groupby(_of_all(path, decoder), lambda line: (line.attempt, line.step))
+        self._groups = groupby(
+            _lines_of_all_parts(path, decoder), lambda line: (line.attempt, line.step)
+        )
         self._next: tuple[Trained, Iterator[_LineT]] | None = next(self._groups, None)
 
     def until(self, place: int, place_of: dict[Trained, int]) -> Iterator[tuple[int, _LineT]]:
@@ -209,12 +211,12 @@ class StepReader(Generic[_LineT]):
 
         place_of: the places of the verdicts in their order, from 1.  0 for a record without a verdict.
         """
-        while self._next is not None and (own := place_of.get(self._next[0], 0)) <= place:
-            yield from ((own, line) for line in self._next[1])
+        while self._next is not None and (line_place := place_of.get(self._next[0], 0)) <= place:
+            yield from ((line_place, line) for line in self._next[1])
             self._next = next(self._groups, None)
 
 
-def _of_all(path: Path, decoder: msgspec.json.Decoder[_LineT]) -> Iterator[_LineT]:
+def _lines_of_all_parts(path: Path, decoder: msgspec.json.Decoder[_LineT]) -> Iterator[_LineT]:
     while True:
         parts = [part for part in parts_of(path) if part != path]
         try:

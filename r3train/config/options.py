@@ -31,7 +31,6 @@ from r3train.config.recipes import recipe_names
 from r3train.config.run import RunConfig
 from r3train.config.sources import (
     ALIASES,
-    ConfigError,
     FILE_FIELD,
     closest,
     flag_name,

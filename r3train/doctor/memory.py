@@ -27,7 +27,7 @@ from r3train.launch.estimate import (
     value_bytes,
 )
 from r3train.launch.gpus import server_gpus
-from r3train.launch.topologies import MARGIN
+from r3train.launch.topology_search import MARGIN
 
 # of a rank or a server before it holds anything: torch, Megatron, SGLang
 PROCESS_BYTES = 1 << 29

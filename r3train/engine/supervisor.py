@@ -236,7 +236,7 @@ class ResubmittingBackend:
         return await self._inner.recheck(request, part, server)
 
     async def score_twice(self, request: Request, server: int) -> tuple[Segment, Rechecked]:
-        """Sample tokens on a server, and compute them again there."""
+        """Sample, then score the result on the same server."""
         return await self._inner.score_twice(request, server)
 
     async def pause_generation(self, mode: str = "in_place") -> None:

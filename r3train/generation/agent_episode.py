@@ -23,16 +23,6 @@ from r3train.user_code import quoted
 Answer = Callable[[ChatRequest], Awaitable[tuple[ChatAnswer, Callable[[bool], None]]]]
 
 
-class Access(Protocol):
-    """The way to the model of one session."""
-
-    @property
-    def base_url(self) -> str: ...
-
-    @property
-    def key(self) -> str: ...
-
-
 class ChatEndpoint(Protocol):
     """The chat endpoint of all sessions; ``close`` ends a session, its calls in flight too."""
 

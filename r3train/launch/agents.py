@@ -103,10 +103,10 @@ def rehearse(config: RunConfig, hf: HfModelFacts, tokenizer: Any) -> tuple[str, 
         )
 
     async def generate(sample: RolloutSample, limit: int) -> RolloutSample:
-        own = [*tokenizer.encode("I look.", add_special_tokens=False), stops[0]]
-        zeros = np.zeros(len(own))
+        token_ids = [*tokenizer.encode("I look.", add_special_tokens=False), stops[0]]
+        zeros = np.zeros(len(token_ids))
         segment = Segment(
-            np.array(own, np.int32),
+            np.array(token_ids, np.int32),
             zeros.astype(np.float32),
             zeros.astype(np.int32),
             None,

@@ -133,7 +133,7 @@ def first_token(one: Path, other: Path) -> str | None:
             odd = min(samples[0].keys() ^ samples[1].keys())
             return f"tokens: of rollout {rollout_id} only one run has sample {odd}"
         for sample_id in sorted(samples[0]):
-            a, b = (of_run[sample_id] for of_run in samples)
+            a, b = (run_samples[sample_id] for run_samples in samples)
             length = min(a.num_tokens, b.num_tokens)
             unlike = np.flatnonzero(a.token_ids[:length] != b.token_ids[:length])
             if len(unlike) or a.num_tokens != b.num_tokens:

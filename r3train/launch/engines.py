@@ -296,11 +296,11 @@ class Engines(RolloutFleet):
         async def drawn(number_of: range) -> list[np.ndarray]:
             client = self._make_client()
             try:
-                asked = [request(number) for number in number_of]
-                answers = await asyncio.gather(*map(client.generate, asked))
+                requests = [request(number) for number in number_of]
+                answers = await asyncio.gather(*map(client.generate, requests))
             finally:
                 await client.aclose()
-            pairs = zip(asked, answers)
+            pairs = zip(requests, answers)
             return [np.concatenate([r.token_ids, a.token_ids]).astype(np.int32) for r, a in pairs]
 
         texts = asyncio.run(drawn(range(count)))
@@ -340,7 +340,7 @@ class Engines(RolloutFleet):
                 adapter=self._newest_adapter,
             )
 
-        def of_server(server: int) -> list[CanaryScores]:
+        def server_scores(server: int) -> list[CanaryScores]:
             places = [(server, i) for i in range(len(texts))]
             if not at_once:
                 return list(map(read, places))
@@ -348,7 +348,7 @@ class Engines(RolloutFleet):
                 return list(pool.map(read, places))
 
         with ThreadPoolExecutor(len(servers)) as pool:
-            return dict(zip(servers, pool.map(of_server, servers), strict=True))
+            return dict(zip(servers, pool.map(server_scores, servers), strict=True))
 
     @property
     def _newest_adapter(self) -> str | None:
@@ -376,11 +376,11 @@ class Engines(RolloutFleet):
             return given
         rollout = self.job.config.rollout
         tokens = rollout.pool_needed(self.job.longest_prompt) / rollout.num_servers
-        of_a_row = self._route_shape.topk * _WIRE_BYTES_OF_AN_ID
+        row_bytes = self._route_shape.topk * _WIRE_BYTES_OF_AN_ID
         if self._index_topk is not None:
             words = num_words(context_len(self.job.config, self.job.hf))
-            of_a_row += words * _WIRE_BYTES_OF_A_WORD
-        return given + tokens * self._route_shape.num_layers * of_a_row / _ROUTES_BYTES_S
+            row_bytes += words * _WIRE_BYTES_OF_A_WORD
+        return given + tokens * self._route_shape.num_layers * row_bytes / _ROUTES_BYTES_S
 
     def _kept_buffer(self) -> ProducerState | None:
         """The buffer of a resumed run, as rank 0's records hold samples."""
@@ -430,7 +430,7 @@ class Engines(RolloutFleet):
             top_p=rollout.rollout_top_p,
             top_k=rollout.rollout_top_k,
             stop_token_ids=job.stop_token_ids,
-            may_stop_at=job.own_stops_of_servers,
+            may_stop_at=job.tokenizer_stop_ids,
             ignore_eos=rollout.rollout_ignore_eos,
             max_context_len=rollout.rollout_max_context_len,
             seed=rollout.rollout_seed,
@@ -510,7 +510,7 @@ class Engines(RolloutFleet):
                     top_p=data.dataset.top_p,
                     top_k=data.dataset.top_k,
                     stop_token_ids=job.stop_token_ids,
-                    may_stop_at=job.own_stops_of_servers,
+                    may_stop_at=job.tokenizer_stop_ids,
                     max_context_len=rollout.rollout_max_context_len,
                     seed=rollout.rollout_seed,
                 ),
@@ -561,19 +561,22 @@ def build_stage(job: Job, engines: Engines | None) -> StageLeaderPublisher | Non
     hosts = broadcast_json(engines and engines.hosts)
     if dist.get_rank() not in leaders:
         return None
-    asked = job.config.trainer.update_weight_master_address
+    named = job.config.trainer.update_weight_master_address
     if dist.get_rank() >= int(os.environ["LOCAL_WORLD_SIZE"]):  # not on rank 0's node
         hosts = [os.environ["MASTER_ADDR"] if is_loopback(host) else host for host in hosts]
-        asked = asked and address_of_interface(asked)
-    return StageLeaderPublisher(**_broadcast(job, hosts, asked))
+        named = named and address_of_interface(named)
+    return StageLeaderPublisher(**_broadcast(job, hosts, named))
 
 
-def _broadcast(job: Job, hosts: Sequence[str], asked: str | None) -> dict[str, Any]:
-    """Return how a rank of this node broadcasts weights to servers on these hosts; asked: as for ``address_for``."""
+def _broadcast(job: Job, hosts: Sequence[str], named: str | None) -> dict[str, Any]:
+    """Return how a rank of this node broadcasts weights to servers on these hosts.
+
+    named: as for ``address_for``.
+    """
     trainer, rollout = job.config.trainer, job.config.rollout
     # NCCL refuses a device twice in a group: where ranks and servers share theirs, gloo's is of hosts
     cuda = torch.cuda.is_available() and not rollout.colocate
-    address = address_for(hosts, asked)
+    address = address_for(hosts, named)
     return dict(
         bucket_bytes=trainer.update_weight_buffer_size,
         backend="nccl" if cuda else "gloo",

@@ -98,9 +98,11 @@ class Model:
     @cached_property
     def total(self) -> Parameters:
         """The whole model's; a tied output layer counts once."""
-        return self.of_stage(range(1, len(self.layers) + 1), is_first=True, is_last=True)
+        return self.stage_parameters(range(1, len(self.layers) + 1), is_first=True, is_last=True)
 
-    def of_stage(self, layers: Iterable[int], *, is_first: bool, is_last: bool) -> Parameters:
+    def stage_parameters(
+        self, layers: Iterable[int], *, is_first: bool, is_last: bool
+    ) -> Parameters:
         """Count a pipeline stage's: of its layers (1-based), of the embedding, of the norm and output layer."""
         found = reduce(Parameters.__add__, (self.layers[n - 1].parameters for n in layers), _NONE)
         embedding, norm, output = self.table.table.model_weights
@@ -191,17 +193,17 @@ def stages(config: RunConfig, model: Model, world_size: int) -> list[StageRanks]
     buckets = {"distributed": 3.0, "disk": 0.0, "shared_memory": 1.0}
     update = buckets[config.trainer.update_weight_transfer_mode] if config.has_engines else 0.0
     update *= config.trainer.update_weight_buffer_size
-    of_stages, each = layers_by_stage(config.parallel, model.hf), world_size // pp
-    held = sum(len(chunk) for chunks in of_stages for chunk in chunks)
+    stage_layers, each = layers_by_stage(config.parallel, model.hf), world_size // pp
+    held = sum(len(chunk) for chunks in stage_layers for chunk in chunks)
     if held != len(model.layers):
         raise ValueError(
             f"the pipeline stages hold {held} layers, {model.hf.path} has {len(model.layers)}"
         )
     found = []
-    for number, chunks in enumerate(of_stages):
+    for number, chunks in enumerate(stage_layers):
         is_last = number == pp - 1
         layers = tuple(layer for chunk in chunks for layer in chunk)
-        parameters = model.of_stage(layers, is_first=number == 0, is_last=is_last)
+        parameters = model.stage_parameters(layers, is_first=number == 0, is_last=is_last)
         found.append(
             StageRanks(
                 ranks=range(number * each, (number + 1) * each),
@@ -399,13 +401,13 @@ def _pool_shares(config: RunConfig, model: Model) -> list[float]:
     Source: SGLang 0.5.23, ``HybridSWAPoolConfigurator``: layers of a sliding window have a smaller pool.
     """
     flags = config.rollout.sglang
-    of_window = flags.get("swa_full_tokens_ratio") or _WINDOW_SHARE
-    if flags.get("disable_hybrid_swa_memory") or type(of_window) is not float:
-        of_window = 1.0
+    window_share = flags.get("swa_full_tokens_ratio") or _WINDOW_SHARE
+    if flags.get("disable_hybrid_swa_memory") or type(window_share) is not float:
+        window_share = 1.0
     types = load_model_config(model.hf.path).get("layer_types") or []
     slides = ["sliding" in kind for kind in types[: len(model.layers)]]
     slides += [False] * (len(model.layers) - len(slides))
-    return [of_window if one and not all(slides) else 1.0 for one in slides]
+    return [window_share if one and not all(slides) else 1.0 for one in slides]
 
 
 def server_fraction(config: RunConfig, gpu_bytes: float) -> float:
@@ -475,10 +477,10 @@ def checked_steps(config: RunConfig) -> int:
 def evidence_text(config: RunConfig, hf: HfModelFacts, world_size: int) -> str:
     """Words for ``evidence_bytes``."""
     summed, whole = evidence_bytes(config, hf, world_size)
-    of = f"of {checked_steps(config):,} steps on {world_size} ranks"
+    steps = f"of {checked_steps(config):,} steps on {world_size} ranks"
     if config.sums_evidence:
-        return f"about {amount(summed)} {of}, summed"
+        return f"about {amount(summed)} {steps}, summed"
     return (
-        f"at most {amount(whole)} {of}, a record and two log lines a router call;"
+        f"at most {amount(whole)} {steps}, a record and two log lines a router call;"
         f" {amount(summed)} with --r3-evidence summed"
     )

@@ -29,7 +29,7 @@ from r3train.launch.estimate import (
     value_bytes,
 )
 from r3train.config.recipes import recipe_path
-from r3train.launch.topologies import MARGIN, Fit, fullest_rank, search
+from r3train.launch.topology_search import MARGIN, Fit, fullest_rank, search
 
 # of an H100 with 80 GB
 _GPU_GB = 80.0
@@ -182,8 +182,10 @@ def _search(
 def _shared(config: RunConfig, gpu_bytes: float) -> float:
     """Bytes that a server takes of a rank's GPU all the time (--sglang-base-gpu-id)."""
     rollout = config.rollout
-    own = config.has_engines and not (rollout.rollout_external_engine_addrs or rollout.colocate)
-    shares = own and rollout.sglang.get("base_gpu_id") == 0
+    starts_servers = config.has_engines and not (
+        rollout.rollout_external_engine_addrs or rollout.colocate
+    )
+    shares = starts_servers and rollout.sglang.get("base_gpu_id") == 0
     return server_fraction(config, gpu_bytes) * gpu_bytes if shares else 0.0
 
 

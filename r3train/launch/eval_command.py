@@ -82,15 +82,17 @@ def evaluate_job(job: Job, run_dir: Path) -> int:
             display.error(error, run_dir / "logs")
             return 1
         metrics = parts.enter_context(MetricsWriter(run_dir, config.run.tensorboard))
-        for asked in engines.eval_sets():
+        for eval_set in engines.eval_sets():
             try:
-                rows = _rows(engines, asked, config, display)
+                rows = _rows(engines, eval_set, config, display)
             except (EngineError, ValueError) as error:
-                display.note(f"{asked.name} was not evaluated: {error}", style="red")
+                display.note(f"{eval_set.name} was not evaluated: {error}", style="red")
                 code = 1
                 continue
             version = rows[0]["version"]
-            display.note(write_evaluation(metrics, asked, version, settings[asked.name], rows))
+            display.note(
+                write_evaluation(metrics, eval_set, version, settings[eval_set.name], rows)
+            )
     return code
 
 
@@ -108,15 +110,15 @@ def with_defaults(checkpoint: Path, flags: tuple[str, ...]) -> list[str]:
     return [*before, *words, "--hf-checkpoint", str(checkpoint), *_OVERRIDDEN]
 
 
-def _rows(engines: Engines, asked: EvalSet, config: RunConfig, display: RunDisplay) -> list[Row]:
-    total, done = len(asked.prompts) * asked.num_samples, 0
+def _rows(engines: Engines, eval_set: EvalSet, config: RunConfig, display: RunDisplay) -> list[Row]:
+    total, done = len(eval_set.prompts) * eval_set.num_samples, 0
 
     async def run() -> list[Row]:
         client = engines.make_client()
         try:
             room = asyncio.Semaphore(config.rollout.max_concurrency)
             begun = asyncio.Semaphore(config.max_sessions)
-            return await evaluate(asked, client, None, lambda: room, on_answer, lambda: begun)
+            return await evaluate(eval_set, client, None, lambda: room, on_answer, lambda: begun)
         finally:
             await engines.end_sessions()
             await client.aclose()
@@ -126,5 +128,5 @@ def _rows(engines: Engines, asked: EvalSet, config: RunConfig, display: RunDispl
         done += 1
         phase.detail(f"{done}/{total} answers")
 
-    with display.phase(f"evaluating {asked.name}") as phase:
+    with display.phase(f"evaluating {eval_set.name}") as phase:
         return asyncio.run(run())

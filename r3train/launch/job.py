@@ -73,7 +73,7 @@ class Job:
         return stop_token_ids(self.config, self.hf, self.tokenizer)
 
     @property
-    def own_stops_of_servers(self) -> tuple[int, ...]:
+    def tokenizer_stop_ids(self) -> tuple[int, ...]:
         """Tokens at which a server that was started with its tokenizer stops unasked; ours are not.
 
         Source: SGLang 0.5.23, ``Req._check_token_based_finish``.

@@ -115,9 +115,11 @@ def _bind(host: str, port: int) -> None:
 def server_ports(config: RunConfig) -> tuple[str, list[object]]:
     """The address and the ports of the servers that a run starts, [] where they choose their own."""
     rollout = config.rollout
-    own = config.has_engines and not rollout.rollout_external_engine_addrs
+    starts_servers = config.has_engines and not rollout.rollout_external_engine_addrs
     host, count = str(rollout.sglang.get("host", LOOPBACK)), rollout.rollout_num_engines
-    first, meeting = (rollout.sglang.get(name) if own else None for name in ("port", "nccl_port"))
+    first, meeting = (
+        rollout.sglang.get(name) if starts_servers else None for name in ("port", "nccl_port")
+    )
     ports: list[object] = [] if first is None else [first]
     if str(first).isdecimal():
         ports = [int(str(first)) + index for index in range(count)]

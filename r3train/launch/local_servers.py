@@ -51,7 +51,12 @@ def start_servers(job: Job, run_dir: Path, num_ranks: int | None = None) -> list
 
 
 def build_server(
-    config: RunConfig, hf: HfModelFacts, log: Path, flags: dict[str, object], index: int, **own: Any
+    config: RunConfig,
+    hf: HfModelFacts,
+    log: Path,
+    flags: dict[str, object],
+    index: int,
+    **server_options: Any,
 ) -> SGLangServer:
     """Make a server of the run's model.  flags: SGLang's.  index: its number among all of the run."""
     return SGLangServer(
@@ -66,7 +71,7 @@ def build_server(
         + index,  # with equal seeds, servers would give equal answers
         start_timeout_s=config.rollout.rollout_server_start_timeout_s,
         env_names=config.rollout.rollout_server_env,
-        **own,
+        **server_options,
     )
 
 

@@ -99,8 +99,8 @@ class PreflightError(ConfigError):
     @property
     def outside_settings(self) -> list[str]:
         """The faults, where all are about files, servers and this machine; [] where a setting is wrong."""
-        of_settings = ("configuration", "key of the servers", "reward")
-        wrong = any(subject in of_settings for subject, _ in self.faults)
+        setting_subjects = ("configuration", "key of the servers", "reward")
+        wrong = any(subject in setting_subjects for subject, _ in self.faults)
         return [] if wrong else [line for _, line in self.faults]
 
 
@@ -249,8 +249,8 @@ class _Checks:
         """Read the checkpoints' facts; the ranks check the weights when they load them."""
         model = self.config.model
         if self.for_node:
-            others = (model.ref_load, model.opd_teacher_load)
-            for directory in (model.hf_checkpoint, *filter(None, others)):
+            other_models = (model.ref_load, model.opd_teacher_load)
+            for directory in (model.hf_checkpoint, *filter(None, other_models)):
                 self.attempt("checkpoint", partial(check_export, directory, weights=False))
         self.hf = self.attempt("checkpoint", read_hf_facts, model.hf_checkpoint)
         if self.for_node and (model.hf_checkpoint / "config.json").is_file():
@@ -570,7 +570,7 @@ def check_export_directories(config: RunConfig) -> None:
     for directory in config.checkpoint.hf_directories(config.rollout.num_rollout):
         check_export_directory(directory, config.model.hf_checkpoint)
         # an export is written next to its place and renamed
-        check_can_be_made(directory, "save_hf", beside=True)
+        check_can_be_made(directory, "save_hf", parents_only=True)
 
 
 def check_layers_here(config: RunConfig) -> None:

@@ -96,8 +96,8 @@ def read_eval_data(
     data, key = _data_of(config.data, dataset), os.environ.get(JUDGE_KEY)
     try:
         prompts = load_prompts(PromptFile(dataset.path), data, tokenizer, limit, tools=tools)
-        own = dataset.rm_type is not None and ":" not in dataset.rm_type
-        weights = None if own else config.algorithm.weight_of_key
+        has_named_reward = dataset.rm_type is not None and ":" not in dataset.rm_type
+        weights = None if has_named_reward else config.algorithm.weight_of_key
         reward = Scorer(data, rm_type=dataset.rm_type, judge_key=key, weight_of_key=weights)
     except ValueError as error:
         raise ValueError(f"evaluation set {dataset.name}: {error}") from None
@@ -109,11 +109,11 @@ def _data_of(data: DataSection, dataset: EvalDataset) -> DataSection:
 
     --group-rm is of --custom-rm-path only; --reward-key is of the functions of the user.
     """
-    own = dataset.model_dump(include=_OF_PROMPTS) | {"overlong_prompts": "error"}
+    changes = dataset.model_dump(include=_OF_PROMPTS) | {"overlong_prompts": "error"}
     if dataset.rm_type is not None:
         key = data.reward_key if ":" in dataset.rm_type else None
-        own |= {"group_rm": False, "reward_key": key}
-    return data.model_copy(update=own)
+        changes |= {"group_rm": False, "reward_key": key}
+    return data.model_copy(update=changes)
 
 
 def check_rewards(data: EvalData) -> None:

@@ -75,9 +75,11 @@ def _without_flaws(
     for group in facts["groups"]:
         places = []
         for place, count in group["places"]:
-            of_place = samples[start : start + count]
+            place_samples = samples[start : start + count]
             start += count
-            flaws = {s.sample_id: f for s, _ in of_place if (f := flaw(s, vocab_size)) is not None}
+            flaws = {
+                s.sample_id: f for s, _ in place_samples if (f := flaw(s, vocab_size)) is not None
+            }
             for sample_id, found in flaws.items():
                 logger.warning(
                     "%s: sample %d (prompt %r) is not trained, and generated again: %s",
@@ -87,7 +89,7 @@ def _without_flaws(
                     found,
                 )
             if not flaws:
-                kept += of_place
+                kept += place_samples
                 places.append([place, count])
         groups.append({**group, "places": places})
     return [*kept, *samples[start:]], {**facts, "groups": groups}

@@ -55,8 +55,8 @@ def claim_directories(config: RunConfig, claims: ExitStack) -> Path:
     claims: holds the locks; they end with the process too, however it ends.
     Raises ConfigError if another job holds one.
     """
-    own = own_checkpoint(config)
-    state = {} if own is None else read_state(own)
+    checkpoint = checkpoint_to_resume(config)
+    state = {} if checkpoint is None else read_state(checkpoint)
     run_dir = config.run.run_dir or _run_dir_of(state, config)
     if run_dir is None:
         stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
@@ -74,7 +74,7 @@ def claim_directories(config: RunConfig, claims: ExitStack) -> Path:
         parts = (*reversed(save_hf.parents), save_hf)
         place = next((part for part in parts if ROLLOUT_ID in part.name), save_hf)
         _claim(place, "save_hf", claims, place.with_name(f".{place.name}{OWNER_FILE}"))
-    if own is not None:
+    if checkpoint is not None:
         for name in (METRICS_FILE, SAMPLES_FILE, prompt_log.FILE):
             _set_aside(run_dir, name, state["num_rollouts"])
         # the step of an evaluation is a weight version, and that of the checkpoint stays
@@ -82,7 +82,7 @@ def claim_directories(config: RunConfig, claims: ExitStack) -> Path:
     return run_dir
 
 
-def own_checkpoint(config: RunConfig) -> Path | None:
+def checkpoint_to_resume(config: RunConfig) -> Path | None:
     """Return the checkpoint of --save that a start goes on from; None for any other start."""
     settings = config.checkpoint
     if settings.save is None or not (settings.save / LATEST).is_file():
@@ -229,7 +229,7 @@ def taken_directories(config: RunConfig, environ: Mapping[str, str]) -> Iterator
             " give this one another --run-dir"
         )
     saved = [] if save is None or checkpoint.auto_resume else checkpoints(save)
-    if saved and own_checkpoint(config) is None:
+    if saved and checkpoint_to_resume(config) is None:
         yield "checkpoints", (
             f"{save}: holds checkpoints of another run ({saved[0].name} to {saved[-1].name}): go on from"
             " them (--auto-resume), or give this run another --save"
@@ -253,12 +253,12 @@ def start_stamp() -> str:
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
-def check_can_be_made(directory: Path, setting: str, *, beside: bool = False) -> None:
+def check_can_be_made(directory: Path, setting: str, *, parents_only: bool = False) -> None:
     """Raise ValueError unless ``directory`` or its nearest parent that exists can be written to.
 
-    next to: a parent must be, for the directory is put in its place by its name.
+    parents_only: check a parent, because the directory itself is made elsewhere and renamed into its place.
     """
-    places, there = (directory.absolute(), *directory.absolute().parents)[beside:], directory
+    places, there = (directory.absolute(), *directory.absolute().parents)[parents_only:], directory
     try:
         there = next(p for p in places if p.exists())
         with tempfile.TemporaryFile(dir=there):

@@ -104,19 +104,19 @@ def train(
         return start_ranks(["--config", str(file)], num_ranks, nnodes, node_rank, host, port)
 
 
-def ranks_here(config: RunConfig, asked: int | None, nnodes: int) -> int:
+def ranks_here(config: RunConfig, given: int | None, nnodes: int) -> int:
     """Return the ranks on this machine: those asked for, or as many as the settings need.
 
     That is run.world_size over the machines; else with GPUs one for each that no server of this machine takes;
     else the fewest that the parallel sizes allow.  Raises ValueError if none fit.
     """
     total = config.run.world_size
-    if asked is not None:
-        if total is not None and total != asked * nnodes:
+    if given is not None:
+        if total is not None and total != given * nnodes:
             raise ValueError(
-                f"--nproc-per-node {asked} on {nnodes} machines: run.world_size is {total}"
+                f"--nproc-per-node {given} on {nnodes} machines: run.world_size is {total}"
             )
-        return asked
+        return given
     if total is not None:
         if total % nnodes:
             raise ValueError(f"run.world_size {total} is not a multiple of --nnodes {nnodes}")

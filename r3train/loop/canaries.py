@@ -66,7 +66,7 @@ _NOISE_TEXTS = 8
 _FEWEST, _LONGEST = 2, 512  # canaries, and tokens of one
 # canaries by which EARLY and WARM try a server's cache: it is flushed as a whole
 _HALVED = 1
-_LIVE_EVERY = 8  # versions: the actor by its own routers, a pass of its own that nothing judges
+_LIVE_EVERY = 8  # every 8th version also a pass without replay, for metrics only
 _SPARE_TOKENS = 8  # of the context, for what servers keep back
 # nats: |actor - server| of one token where an expert that is nearly chosen takes another's place, which replay prevents
 _GAP_OF_OTHER_EXPERTS = 0.5
@@ -120,9 +120,9 @@ class Canaries:
         self._moe_layers = (
             self.hf.moe_layer_numbers if self._replays else ()
         )  # whose experts are compared
-        self._said: dict[int, list[CanaryScores]] = {}  # rank 0: not judged yet
+        self._unjudged: dict[int, list[CanaryScores]] = {}  # rank 0: scores not judged yet
         self._seconds = 0.0  # of servers, for these
-        # rank 0: texts, what servers said of them, and what they said again
+        # rank 0: texts, the scores of each server, and those of a second reading
         self._begun: tuple[list[np.ndarray], *[dict[int, list[CanaryScores]]] * 2] | None = None
         path = self.resumed and self.resumed / CANARY_FILE
         if path is not None and self._replays and path.exists():
@@ -152,16 +152,18 @@ class Canaries:
         """Let the actor score the texts of the start; raises NotServed."""
         (texts, reads, again), failed = self._begun or ([], {}, {}), ""
         self._begun = None
-        own, router = self._actor_reads(texts, reads, version)
+        actor_log_probs, router = self._actor_reads(texts, reads, version)
         repeated, _ = self._actor_reads(texts, reads, version)
         # those of an update, in its pack: another one rounds otherwise, which would look like a move of the actor's
-        texts, of_kept = texts[: self._count], {s: of[: self._count] for s, of in reads.items()}
-        own_of_kept, router_of_kept = self._actor_reads(texts, of_kept, version, live=True)
+        texts, kept_reads = texts[: self._count], {
+            s: scores[: self._count] for s, scores in reads.items()
+        }
+        kept_log_probs, kept_router = self._actor_reads(texts, kept_reads, version, live=True)
         if self.rank_zero is not None:
-            self._noise = self._measured(version, reads, again, own, repeated, router)
+            self._noise = self._measured(version, reads, again, actor_log_probs, repeated, router)
             self._texts = texts
-            self._cached = [r.warm.cached_tokens for r in next(iter(of_kept.values()))[:_HALVED]]
-            failed = self._judge(version, of_kept, own_of_kept, router_of_kept)
+            self._cached = [r.warm.cached_tokens for r in next(iter(kept_reads.values()))[:_HALVED]]
+            failed = self._judge(version, kept_reads, kept_log_probs, kept_router)
             self._first = dict(self._last)
             self._say_what_they_show(version)
         self.ready = True
@@ -172,17 +174,21 @@ class Canaries:
         version: int,
         reads: dict[int, list[CanaryScores]],
         again: dict[int, list[CanaryScores]],
-        own: dict[int, list[np.ndarray]],
+        actor_log_probs: dict[int, list[np.ndarray]],
         repeated: dict[int, list[np.ndarray]],
         router: dict[int, tuple[int, int]],
     ) -> CanaryNoise:
         """Rank 0: the noise of readings, and of passes of the actor, that were made twice."""
         family, bf16 = FAMILIES[self.hf.model_type], self.config.model.bf16
-        gaps = np.concatenate([ServerRead(version, s, reads[s], own[s]).gaps() for s in reads])
+        gaps = np.concatenate(
+            [ServerRead(version, s, reads[s], actor_log_probs[s]).gaps() for s in reads]
+        )
         pairs = [pair for s in reads for pair in zip(reads[s], again[s], strict=True)]
         twice = [(a.early, b.early) for a, b in pairs[:_HALVED]]
         twice += [(a.whole, b.whole) for a, b in pairs]
-        of_actor = [pair for s in reads for pair in zip(own[s], repeated[s], strict=True)]
+        actor_pairs = [
+            pair for s in reads for pair in zip(actor_log_probs[s], repeated[s], strict=True)
+        ]
         gap_floor = family.log_prob_gap if family.served_in_less and not bf16 else 0.0
         if not self._replays:
             gap_floor = _GAP_OF_OTHER_EXPERTS
@@ -191,7 +197,7 @@ class Canaries:
             gap_mean=float(gaps.mean()),
             gap_max=float(gaps.max()),
             gap_floor=gap_floor,
-            actor_repeat=max(float(np.abs(a - b).max()) for a, b in of_actor),
+            actor_repeat=max(float(np.abs(a - b).max()) for a, b in actor_pairs),
             rows=sum(rows for rows, _ in router.values()),
             rows_left=sum(left for _, left in router.values()),
         )
@@ -213,25 +219,25 @@ class Canaries:
 
     def _say_what_they_show(self, version: int) -> None:
         record, noise = self._records[version][0], self._noise
-        of = record.coverage
+        coverage = record.coverage
         repeats = (
             "bit by bit" if noise.repeat.is_none else f"to {noise.repeat.log_prob_off:.2g} nats"
         )
         experts = (
-            f"{of.experts_used / of.experts:.0%} of the (layer, expert) pairs and "
-            if of.experts
+            f"{coverage.experts_used / coverage.experts:.0%} of the (layer, expert) pairs and "
+            if coverage.experts
             else ""
         )
         self.rank_zero.display.note(
             f"canaries: {len(self._texts)} texts, {sum(map(len, self._texts))} tokens; they use {experts}"
-            f"{of.tokens_used / of.vocabulary:.0%} of the vocabulary; servers repeat themselves {repeats}, and are"
+            f"{coverage.tokens_used / coverage.vocabulary:.0%} of the vocabulary; servers repeat themselves {repeats}, and are"
             f" {noise.gap_mean:.2g} nats from the actor on average"
         )
 
     # -- an update ---------------------------------------------------------------------------
 
     def judge(self, version: int) -> dict[str, Any]:
-        """Rank 0: let all servers and the actor say the canaries; returns metrics.
+        """Rank 0: have every server and the actor score the canaries; returns metrics.
 
         The other ranks call ``join``.  Raises NotServed on all ranks.
         """
@@ -240,27 +246,29 @@ class Canaries:
         return self._settle(version)
 
     def ask(self, version: int) -> None:
-        """Rank 0: let all servers say the canaries."""
+        """Rank 0: have every server score the canaries."""
         began = time.monotonic()
-        self._said = self._ask(self._texts, version)
+        self._unjudged = self._ask(self._texts, version)
         self._seconds = time.monotonic() - began
 
     def judge_turn(self, version: int) -> dict[str, Any]:
-        """With --colocate let the actor say what servers have said in their turn; returns metrics on rank 0.
+        """With --colocate have the actor score what servers scored in their turn; returns metrics on rank 0.
 
         A collective.  Raises NotServed on all ranks.
         """
         if not self.ready:
             self._measure(version)
             return {}
-        return self._settle(version) if broadcast_json(bool(self._said)) else {}
+        return self._settle(version) if broadcast_json(bool(self._unjudged)) else {}
 
     def _settle(self, version: int) -> dict[str, Any]:
         began, failed, metrics = time.monotonic(), "", {}
-        said, self._said = self._said, {}
-        own, router = self._actor_reads(self._texts, said, version, live=_is_live(version))
+        reads, self._unjudged = self._unjudged, {}
+        actor_log_probs, router = self._actor_reads(
+            self._texts, reads, version, live=_is_live(version)
+        )
         if self.rank_zero is not None:
-            failed = self._judge(version, said, own, router)
+            failed = self._judge(version, reads, actor_log_probs, router)
             metrics = served_metrics(self._records[version])
             metrics["perf/canaries_s"] = self._seconds + time.monotonic() - began
         self._end_if(failed, version, metrics)
@@ -300,11 +308,11 @@ class Canaries:
         self,
         version: int,
         reads: dict[int, list[CanaryScores]],
-        own: dict[int, list[np.ndarray]],
+        actor_log_probs: dict[int, list[np.ndarray]],
         router: dict[int, tuple[int, int]],
     ) -> str:
         """Rank 0: the verdict on all servers, written as evidence; returns what failed."""
-        now = {s: ServerRead(version, s, reads[s], own[s]) for s in reads}
+        now = {s: ServerRead(version, s, reads[s], actor_log_probs[s]) for s in reads}
         records, leader = [], next(iter(now))
         for server, read in now.items():
             last, first = self._last.get(server), self._first.get(server)
@@ -324,7 +332,7 @@ class Canaries:
                     cached=self._cached,
                     router=router[server],
                     noise=self._noise,
-                    before=self._before or Before.of(self._noise),
+                    before=self._before or Before.from_records(self._noise),
                     moe_layers=self._moe_layers,
                     num_experts=self.hf.num_experts,
                     vocab_size=self.hf.vocab_size,
@@ -338,7 +346,7 @@ class Canaries:
             self.evidence.write_served(records)
         verdict = judge_served(records)
         if not verdict.failures:
-            self._before = Before.of(self._noise, records)
+            self._before = Before.from_records(self._noise, records)
         for text in verdict.failures[1:]:
             logger.error("%s", text)
         if verdict.inconclusive:
@@ -355,7 +363,10 @@ class Canaries:
 
     @property
     def last_reads(self) -> list[tuple[ServerRead, list[np.ndarray] | None]]:
-        """Rank 0: what every server and the actor said last, and the actor by its own routers if it was asked."""
+        """Rank 0: the last scores of every server and the actor.
+
+        With each come the log-probs of the actor's pass without replay, if there was one.
+        """
         return [(read, self._live.get(s)) for s, read in self._last.items()]
 
     def served(self, version: int) -> Served | None:
@@ -380,12 +391,10 @@ class Canaries:
         """
         live &= self._replays
         sharing: dict[bytes, list[int]] = {}
-        for server, of_texts in reads.items():
-            sharing.setdefault(b"".join(r.whole.rows.tobytes() for r in of_texts), []).append(
-                server
-            )
+        for server, scores in reads.items():
+            sharing.setdefault(b"".join(r.whole.rows.tobytes() for r in scores), []).append(server)
         groups = list(sharing.values())
-        own, router = {}, {}
+        log_probs, router = {}, {}
         self._live.clear()
         for i in range(broadcast_json(len(groups))):
             rows = (
@@ -395,10 +404,10 @@ class Canaries:
             )
             found, by_own_routers, counts = self._pass(texts, rows, version, live)
             for server in groups[i] if groups else ():
-                own[server], router[server] = found, counts
+                log_probs[server], router[server] = found, counts
                 if live:
                     self._live[server] = by_own_routers
-        return own, router
+        return log_probs, router
 
     def _pass(
         self,
@@ -411,7 +420,8 @@ class Canaries:
         mine, microbatches = self.actor.topology, None
         if self.rank_zero is not None:
             samples = [
-                _sample(i, *of, version) for i, of in enumerate(zip(texts, rows, strict=True))
+                _sample(i, text, text_rows, version)
+                for i, (text, text_rows) in enumerate(zip(texts, rows, strict=True))
             ]
             dealt = deal_samples(samples, mine, self.config.trainer.max_tokens_per_gpu)
             shape = self.hf.route_shape if self._replays else None
@@ -439,18 +449,20 @@ class Canaries:
                 text, position = split_uids(s.token_uids[real])
                 inner = position < np.asarray(lengths)[text] - 1
                 at = firsts[text[inner]] + position[inner] + 1
-                for of, by_id in zip(out, found):
-                    own = by_id[s.microbatch_id].float().cpu()
-                    of[torch.from_numpy(at)] = own[torch.from_numpy(real[inner])]
+                for values, by_id in zip(out, found):
+                    local_values = by_id[s.microbatch_id].float().cpu()
+                    values[torch.from_numpy(at)] = local_values[torch.from_numpy(real[inner])]
         table = torch.from_numpy(counts.to_table([_PASS]))
         for part in (out, table):
             dist.all_reduce(part, group=host_group())
-        cells = StepTotals.of_table(table.numpy(), [_PASS], self.hf.route_shape)
+        cells = StepTotals.from_table(table.numpy(), [_PASS], self.hf.route_shape)
         totals = [cells.counters(cell) for cell in cells.cells]
-        compared = sum(of["rows_equal"] + of["rows_overlap"] + of["rows_mismatch"] for of in totals)
-        left = compared - sum(of["rows_equal"] for of in totals)
-        replayed, own = (np.split(of, firsts[1:-1]) for of in out.numpy())
-        return replayed, own, (compared, left)
+        compared = sum(
+            cell["rows_equal"] + cell["rows_overlap"] + cell["rows_mismatch"] for cell in totals
+        )
+        left = compared - sum(cell["rows_equal"] for cell in totals)
+        replayed, unreplayed = (np.split(values, firsts[1:-1]) for values in out.numpy())
+        return replayed, unreplayed, (compared, left)
 
     # -- in a checkpoint -----------------------------------------------------------------------
 
@@ -460,18 +472,18 @@ class Canaries:
             return
         tensors = {f"text.{i}": text for i, text in enumerate(self._texts)}
         server = next(iter(self._first.values()))
-        for i, (of, own) in enumerate(zip(server.readings, server.actor)):
-            for name in ("early", "warm", "whole") if of.early is not None else ("whole",):
-                reading = getattr(of, name)
-                tensors[f"{name}.{i}.log_probs"] = reading.log_probs
-                tensors[f"{name}.{i}.rows"] = np.ascontiguousarray(reading.rows)
-            tensors[f"actor.{i}"] = np.ascontiguousarray(own)
+        for i, (scores, actor_log_probs) in enumerate(zip(server.scores, server.actor)):
+            for name in ("early", "warm", "whole") if scores.early is not None else ("whole",):
+                part = getattr(scores, name)
+                tensors[f"{name}.{i}.log_probs"] = part.log_probs
+                tensors[f"{name}.{i}.rows"] = np.ascontiguousarray(part.rows)
+            tensors[f"actor.{i}"] = np.ascontiguousarray(actor_log_probs)
         facts = {
             "cached": self._cached,
             "version": server.version,
             "server": server.server,
             "noise": asdict(self._noise),
-            "before": asdict(self._before or Before.of(self._noise)),
+            "before": asdict(self._before or Before.from_records(self._noise)),
         }
         (directory / CANARY_FILE).write_bytes(
             save(tensors, {"format": _FORMAT, "facts": json.dumps(facts)})
@@ -495,17 +507,22 @@ class Canaries:
             numbers = range(sum(name.startswith("text.") for name in tensors))
             self._texts = [tensors[f"text.{i}"] for i in numbers]
 
-            def reading(name: str, i: int) -> Scores | None:
+            def part_scores(name: str, i: int) -> Scores | None:
                 if name != "whole" and i >= len(self._cached):
                     return None
                 log_probs, rows = tensors[f"{name}.{i}.log_probs"], tensors[f"{name}.{i}.rows"]
                 return Scores(log_probs, rows, self._cached[i] if name == "warm" else 0)
 
-            of = [
-                CanaryScores(*(reading(n, i) for n in ("early", "warm", "whole"))) for i in numbers
+            scores = [
+                CanaryScores(*(part_scores(n, i) for n in ("early", "warm", "whole")))
+                for i in numbers
             ]
-            own = [tensors[f"actor.{i}"] for i in numbers]
-            self._first = {facts["server"]: ServerRead(facts["version"], facts["server"], of, own)}
+            actor_log_probs = [tensors[f"actor.{i}"] for i in numbers]
+            self._first = {
+                facts["server"]: ServerRead(
+                    facts["version"], facts["server"], scores, actor_log_probs
+                )
+            }
         except (OSError, SafetensorError, LookupError, TypeError, ValueError) as error:
             raise ValueError(f"{path}: not a whole file of canaries: {error}") from None
 

@@ -38,8 +38,8 @@ def pack_records(records: Sequence[RankSlice | MicroBatch]) -> np.ndarray:
             payload.extend((data, np.zeros(_aligned(data.size) - data.size, dtype=np.uint8)))
             return {"dtype": value.dtype.str, "shape": laid.shape, "axes": axes}
         if is_dataclass(value):
-            own = {f.name: packed(getattr(value, f.name)) for f in fields(value)}
-            return {"record": type(value).__name__, "fields": own}
+            packed_fields = {f.name: packed(getattr(value, f.name)) for f in fields(value)}
+            return {"record": type(value).__name__, "fields": packed_fields}
         if isinstance(value, tuple):
             return {"tuple": [packed(each) for each in value]}
         return value
@@ -130,20 +130,20 @@ def send_slices(
     data-parallel rank.  Every other rank of those data-parallel ranks calls ``recv_slices``.  At
     most the slices of two turns are held.
     """
-    own: list[RankSlice] = []
+    local_slices: list[RankSlice] = []
     before = PendingMessages({})
-    for of_data_rank in microbatches:
+    for by_data_rank in microbatches:
         slices = {
-            t.rank: [slice_microbatch(of_data_rank[t.dp_rank], t)]
+            t.rank: [slice_microbatch(by_data_rank[t.dp_rank], t)]
             for t in topologies
-            if t.dp_rank in of_data_rank
+            if t.dp_rank in by_data_rank
         }
-        own += slices.pop(dist.get_rank())
+        local_slices += slices.pop(dist.get_rank())
         now = send_records(slices)
         before.wait()
         before = now
     before.wait()
-    return own
+    return local_slices
 
 
 def recv_slices(source: int, count: int) -> list[RankSlice]:
@@ -201,12 +201,12 @@ def gather_arrays(mine: np.ndarray) -> list[np.ndarray] | None:
     return [mine, *(_received(r).view(mine.dtype) for r in range(1, dist.get_world_size()))]
 
 
-def scatter_arrays(of_ranks: Sequence[np.ndarray] | None, dtype: type) -> np.ndarray:
+def scatter_arrays(arrays: Sequence[np.ndarray] | None, dtype: type) -> np.ndarray:
     """Send every rank its flat array of ``dtype`` from rank 0 (None elsewhere); return this rank's."""
-    if of_ranks is None:
+    if arrays is None:
         return _received(0).view(dtype)
-    PendingMessages({r: x.view(np.uint8) for r, x in enumerate(of_ranks) if r}).wait()
-    return of_ranks[0]
+    PendingMessages({r: x.view(np.uint8) for r, x in enumerate(arrays) if r}).wait()
+    return arrays[0]
 
 
 def gather_topologies(topology: RankTopology) -> list[RankTopology]:

@@ -61,7 +61,7 @@ class Intake:
     def take(self, rollout_id: int) -> Taken | None:
         """Return this rank's part of a rollout; None, on all ranks, when told to stop while waiting.
 
-        Raises what no restart of the servers fixes, after a checkpoint.
+        Saves a checkpoint, then raises errors that restarting servers cannot fix.
         """
         recovery, turns = self.update.recovery, self.update.turns
         plan, prepared, metrics, failure = None, None, {}, None

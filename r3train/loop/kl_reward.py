@@ -41,11 +41,13 @@ def add_kl_to_rewards(
     uids, ratios = [np.zeros(0, np.int64)], [np.zeros(0, np.float32)]
     for s in (s for step in steps for s in step):
         if s.microbatch_id in old_log_probs and topologies[rank].tp_rank == 0:
-            old, reference = (of[s.microbatch_id] for of in (old_log_probs, ref_log_probs))
+            old, reference = (
+                log_probs[s.microbatch_id] for log_probs in (old_log_probs, ref_log_probs)
+            )
             uids.append(s.token_uids[s.loss_mask])
             ratios.append(held_ratios(old, reference).cpu().numpy()[s.loss_mask])
     rows = gather_arrays(np.concatenate(uids)), gather_arrays(np.concatenate(ratios))
-    of_ranks, metrics, failed = None, {}, ""
+    rank_advantages, metrics, failed = None, {}, ""
     if prepared is not None:
         found = np.concatenate(rows[0]), np.concatenate(rows[1])
         ratios_of = log_ratios(prepared.samples, *found)
@@ -56,17 +58,19 @@ def add_kl_to_rewards(
     if failed := broadcast_json(failed):
         raise UserCodeFailed(failed)
     if prepared is not None:
-        of_ranks = _advantages_of_ranks(prepared.microbatches, samples, topologies)
+        rank_advantages = _advantages_of_ranks(prepared.microbatches, samples, topologies)
         episodes = sum(s.sample.is_last_step is not False for s in samples)
         metrics = {
             "train/kl_in_reward": algorithm.kl_coef * float(found[1].sum()) / episodes,
             "rollout/taught_samples": sum(bool(np.any(s.advantages)) for s in samples),
         }
-    advantages = scatter_arrays(of_ranks, np.float32)
+    advantages = scatter_arrays(rank_advantages, np.float32)
     ends = np.cumsum([s.num_rows for step in steps for s in step])
     assert ends[-1] == len(advantages), (ends[-1], len(advantages))
-    own = iter(np.split(advantages, ends[:-1]))
-    return [[replace(s, advantages=next(own)) for s in step] for step in steps], metrics
+    local_advantages = iter(np.split(advantages, ends[:-1]))
+    return [
+        [replace(s, advantages=next(local_advantages)) for s in step] for step in steps
+    ], metrics
 
 
 def held_ratios(old: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
@@ -103,12 +107,15 @@ def _advantages_of_ranks(
     topologies: Sequence[RankTopology],
 ) -> list[np.ndarray]:
     """The advantages of each rank's rows, float32[n], microbatch after microbatch."""
-    own = {s.sample.sample_id: s.advantages for s in samples}
+    advantages = {s.sample.sample_id: s.advantages for s in samples}
     streams = [
-        [(m.layout, shifted([own[i] for i in m.sample_ids.tolist()], np.float32)) for m in of_rank]
-        for of_rank in microbatches
+        [
+            (m.layout, shifted([advantages[i] for i in m.sample_ids.tolist()], np.float32))
+            for m in rank_microbatches
+        ]
+        for rank_microbatches in microbatches
     ]
     return [
-        np.concatenate([token_rows(*of_one, place) for of_one in streams[place.dp_rank]])
+        np.concatenate([token_rows(*stream, place) for stream in streams[place.dp_rank]])
         for place in topologies
     ]

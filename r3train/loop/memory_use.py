@@ -24,5 +24,5 @@ def memory_metrics(device: torch.device) -> dict[str, float]:
         torch.cuda.reset_peak_memory_stats(device)
     dist.all_reduce(used, op=dist.ReduceOp.MAX, group=host_group())
     gpu, host = (used / _GB).tolist()
-    of_gpu = {"perf/gpu_memory_peak_gb": gpu} if device.type == "cuda" else {}
-    return of_gpu | {"perf/host_memory_gb": host}
+    gpu_metrics = {"perf/gpu_memory_peak_gb": gpu} if device.type == "cuda" else {}
+    return gpu_metrics | {"perf/host_memory_gb": host}

@@ -29,8 +29,8 @@ class Policy:
     what: str = ""
 
 
-# in order of priority; "" is none of them: the run goes on.  "not finite" and "nothing trained" are known once the
-# rollout is counted, so `settle` chooses again then: they win over "threshold"
+# In order of priority; with "" the run goes on.  `settle` checks twice: "not finite" and "nothing trained" are known
+# only after counting, and take precedence over "threshold".
 POLICIES = {
     # the user's loss failed before a weight moved: the rollout waits in the checkpoint
     "untrained": Policy(False, False, 0, "a rollout could not be trained"),

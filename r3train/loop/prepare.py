@@ -144,9 +144,9 @@ def train_samples(
         samples = without_truncated(samples)
     advantages = token_advantages(samples, rewards, algorithm)
     return [
-        TrainSample(sample, own_rewards[place], own)
-        for group, own_rewards, of_group in zip(samples, rewards.tolist(), advantages)
-        for sample, place, own in zip(group, episode_places(group), of_group)
+        TrainSample(sample, group_rewards[place], token_advantage)
+        for group, group_rewards, group_advantages in zip(samples, rewards.tolist(), advantages)
+        for sample, place, token_advantage in zip(group, episode_places(group), group_advantages)
     ], stats
 
 
@@ -168,7 +168,10 @@ def advantages_with_kl(
         for group in bare
     ]
     advantages = token_advantages(bare, rewards, algorithm, token_rewards)
-    return [replace(s, advantages=own) for s, own in zip(samples, chain(*advantages), strict=True)]
+    return [
+        replace(s, advantages=token_advantage)
+        for s, token_advantage in zip(samples, chain(*advantages), strict=True)
+    ]
 
 
 def weigh(
@@ -225,9 +228,9 @@ def _rows_current(
     old-log-prob pass and in the first optimizer step.  After that step it holds weights that no server
     ever held.
     """
-    of_sample = [int((own == rollout_id).sum()) for own in versions]
+    sample_counts = [int((row_versions == rollout_id).sum()) for row_versions in versions]
     first_step = len(versions) // config.steps_per_rollout
-    counts = {"old_log_prob": sum(of_sample), "train": sum(of_sample[:first_step])}
+    counts = {"old_log_prob": sum(sample_counts), "train": sum(sample_counts[:first_step])}
     return {replay_pass: counts.get(replay_pass, 0) for replay_pass in passes}
 
 

@@ -79,8 +79,10 @@ class Recorded:
     ) -> None:
         """Add the sampling masks of a sample's tokens from index ``first`` on, as ``RolloutSample`` has them."""
         (layer,) = self.layers.tolist()
-        own = kept_fingerprint(sample_id, counts, ids, layer, first)
-        self.fingerprints[data_rank] += np.array([own])  # a sum of arrays wraps without a warning
+        fingerprint = kept_fingerprint(sample_id, counts, ids, layer, first)
+        self.fingerprints[data_rank] += np.array(
+            [fingerprint]
+        )  # a sum of arrays wraps without a warning
         self.whole_rows[data_rank, 0] += int((counts > 0).sum())
 
     def add_indexer(self, data_rank: int, sample_id: int, bits: np.ndarray, first: int) -> None:

@@ -188,14 +188,14 @@ class InjectedRollouts(ForwardedSource):
         if len(ours) != len(theirs):
             raise ValueError(f"{path}: holds {len(theirs)} samples, generated were {len(ours)}")
         matches = []
-        for own, other in zip(ours, theirs):
-            prompts = (s.token_ids[: s.prompt_len] for s in (own, other))
+        for sample, other in zip(ours, theirs):
+            prompts = (s.token_ids[: s.prompt_len] for s in (sample, other))
             if not np.array_equal(*prompts):
                 raise ValueError(
                     f"{path}: sample {other.sample_id} has another prompt than the one that was"
-                    f" generated, {own.prompt.prompt_id}: expected the recording of this run"
+                    f" generated, {sample.prompt.prompt_id}: expected the recording of this run"
                 )
-            matches.append(_match(own, other))
+            matches.append(_match(sample, other))
         self._match = float(np.mean(matches))
         if self._match < self._least:
             raise ValueError(

@@ -151,8 +151,8 @@ def _encode(samples: Sequence[Scored]) -> tuple[dict[str, np.ndarray], dict[str,
     for f in fields(Prompt):
         values = [getattr(prompt, f.name) for prompt in prompts.values()]
         _put(f"prompt.{f.name}", values, tensors, plain_prompts)
-    of_sample = [places[id(sample.prompt)] for sample, _ in samples]
-    header = {"samples": plain, "prompts": plain_prompts, "prompt_of_sample": of_sample}
+    sample_prompts = [places[id(sample.prompt)] for sample, _ in samples]
+    header = {"samples": plain, "prompts": plain_prompts, "prompt_of_sample": sample_prompts}
     return tensors, header
 
 
@@ -178,8 +178,8 @@ def _put(
         return
     assert len(arrays) + sum(value is None for value in values) == len(values), name
     if len({array.shape[1:] for array in arrays}) > 1:  # rows of different widths
-        of_all = [(-1, -1) if value is None else value.shape[1:] for value in values]
-        tensors[f"{name}.row"] = np.array(of_all, dtype=np.int64)
+        row_shapes = [(-1, -1) if value is None else value.shape[1:] for value in values]
+        tensors[f"{name}.row"] = np.array(row_shapes, dtype=np.int64)
         arrays = [array.reshape(-1) for array in arrays]
     tensors[name] = np.ascontiguousarray(np.concatenate(arrays))
     lengths = [-1 if value is None else len(value) for value in values]

@@ -40,10 +40,10 @@ class Evaluations:
         are evaluated again: the weights that had their numbers are lost.
         """
         sets = [
-            asked
-            for asked in self.sets
+            eval_set
+            for eval_set in self.sets
             if not at_start
-            or not self.metrics.evaluated(version, asked.name, self.settings[asked.name])
+            or not self.metrics.evaluated(version, eval_set.name, self.settings[eval_set.name])
         ]
         if sets:
             self._version = version
@@ -67,27 +67,31 @@ class Evaluations:
         except Exception as error:  # noqa: BLE001 - the next rollout or update says more
             ended_by = error
         outcomes = source.take_evaluation()
-        for asked in self.sets:
-            name, outcome = asked.name, outcomes.get(asked.name)
+        for eval_set in self.sets:
+            name, outcome = eval_set.name, outcomes.get(eval_set.name)
             if isinstance(outcome, Exception):
                 cause = ended_by or outcome
                 text = f"warning: weight version {version} was not evaluated on {name}: {cause}"
                 self.display.note(text, style="yellow")
             elif outcome is not None:
                 settings = self.settings[name]
-                self.display.note(write_evaluation(self.metrics, asked, version, settings, outcome))
+                self.display.note(
+                    write_evaluation(self.metrics, eval_set, version, settings, outcome)
+                )
 
 
 def write_evaluation(
-    metrics: MetricsWriter, asked: EvalSet, version: int, settings: str, rows: list[Row]
+    metrics: MetricsWriter, eval_set: EvalSet, version: int, settings: str, rows: list[Row]
 ) -> str:
     """Write the rows and numbers of a set that was evaluated; returns a line for people."""
-    numbers = evaluation_metrics(rows, asked.num_samples)
-    metrics.write_evaluation(version, asked.name, settings, rows, numbers)
-    mean = eval_words({f"eval/{asked.name}/{key}": v for key, v in numbers.items()}, asked.name)
+    numbers = evaluation_metrics(rows, eval_set.num_samples)
+    metrics.write_evaluation(version, eval_set.name, settings, rows, numbers)
+    mean = eval_words(
+        {f"eval/{eval_set.name}/{key}": v for key, v in numbers.items()}, eval_set.name
+    )
     passes = {k: v for k, v in numbers.items() if k.startswith("pass_at_")}
     shares = [f"pass@{k.removeprefix('pass_at_')} {v:.3f}" for k, v in passes.items()]
     shares.append(f"truncated {numbers['truncated_share']:.1%}")
     count = f"{numbers['num_samples']:,} answers to {numbers['num_prompts']:,} prompts"
-    of = f"evaluation of weight version {version} on {asked.name}"
-    return f"{of}: {mean}, {', '.join(shares)}; {count}"
+    heading = f"evaluation of weight version {version} on {eval_set.name}"
+    return f"{heading}: {mean}, {', '.join(shares)}; {count}"

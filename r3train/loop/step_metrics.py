@@ -63,7 +63,7 @@ def rollout_metrics(
         if s.sample.is_last_step is not False and s.sample.reward_parts is not None
     ]
     part_means = np.mean(parts, axis=0).tolist() if parts else []
-    lengths = np.array([_own_tokens(s.sample) for s in samples])
+    lengths = np.array([_model_tokens(s.sample) for s in samples])
     prompts = np.array([s.sample.prompt_len for s in samples])
     truncated = sum(s.sample.finish_reason == "length" for s in samples)
     # tokens of the prompt and of an environment have version -1: no weights generated them
@@ -116,7 +116,7 @@ def row_metrics(samples: Sequence[RolloutSample]) -> dict[str, int]:
     return {f"rows/{row_class.label}": counts[row_class] for row_class in RowClass}
 
 
-def _own_tokens(sample: RolloutSample) -> int:
+def _model_tokens(sample: RolloutSample) -> int:
     """Tokens of the response that are the model's own: not those of an environment.
 
     Those that the model generated have a weight version, trained or masked; a conversation that nothing
@@ -129,11 +129,11 @@ def _own_tokens(sample: RolloutSample) -> int:
 def _turn_metrics(samples: Sequence[RolloutSample]) -> dict[str, Any]:
     """Turns of each episode, and the tokens of its environment; of one sample a turn, the last tells."""
     episodes = [s for s in samples if s.is_last_step is not False]
-    own = [s.weight_versions >= 0 for s in episodes]
+    generated = [s.weight_versions >= 0 for s in episodes]
     # a turn begins with each token of the model after one that is not
-    turns = np.array([int(o[0]) + int((o[1:] & ~o[:-1]).sum()) for o in own])
+    turns = np.array([int(o[0]) + int((o[1:] & ~o[:-1]).sum()) for o in generated])
     # after the first token of the model
-    observed = [int((~o[o.argmax() :]).sum()) if o.any() else 0 for o in own]
+    observed = [int((~o[o.argmax() :]).sum()) if o.any() else 0 for o in generated]
     return {
         "rollout/turns_mean": float(turns.mean()),
         "rollout/turns_max": int(turns.max()),

@@ -139,19 +139,25 @@ class StepProof:
 
 
 def canary_log_probs(reads: Sequence[tuple[ServerRead, list[np.ndarray] | None]]) -> CanaryLogProbs:
-    """Gather the log-probs of canaries as all servers and the actor said them; a text's first token has none.
+    """Gather the log-probs of canaries as all servers and the actor computed them; a text's first token has none.
 
-    reads: each with the actor's by its own routers, None where it was not asked; these count if all have them.
+    reads: each with the actor's log-probs without replay, None where that pass was not made.  These count if all
+    have them.
     """
-    readings = [reading for read, _ in reads for reading in read.readings]
-    halved = [reading for read, _ in reads for reading in read.halved]
-    live = [own[1:] for _, of in reads if of is not None for own in of]
+    scores = [score for read, _ in reads for score in read.scores]
+    halved = [score for read, _ in reads for score in read.halved]
+    live = [
+        log_probs[1:]
+        for _, live_log_probs in reads
+        if live_log_probs is not None
+        for log_probs in live_log_probs
+    ]
     return CanaryLogProbs(
-        server=np.concatenate([reading.whole.log_probs[1:] for reading in readings]),
-        actor=np.concatenate([own[1:] for read, _ in reads for own in read.actor]),
-        live=np.concatenate(live) if len(live) == len(readings) else None,
-        early=np.concatenate([reading.early.log_probs[1:] for reading in halved]),
-        warm=np.concatenate([reading.warm.log_probs[1:] for reading in halved]),
+        server=np.concatenate([score.whole.log_probs[1:] for score in scores]),
+        actor=np.concatenate([log_probs[1:] for read, _ in reads for log_probs in read.actor]),
+        live=np.concatenate(live) if len(live) == len(scores) else None,
+        early=np.concatenate([score.early.log_probs[1:] for score in halved]),
+        warm=np.concatenate([score.warm.log_probs[1:] for score in halved]),
     )
 
 

@@ -28,8 +28,8 @@ class TrainSpeed:
         shapes = {name: kind.shape for name, kind in trained_tensors(hf).items()}
         self._params, self._attention = active_parameters(shapes, hf), attention_width(shapes)
         algorithm = config.algorithm
-        of_others = algorithm.needs_reference + algorithm.holds_teacher
-        log_prob_passes = (not config.reuses_log_probs) + of_others
+        other_model_passes = algorithm.needs_reference + algorithm.holds_teacher
+        log_prob_passes = (not config.reuses_log_probs) + other_model_passes
         self.forwards = (2 if config.lora.enabled else 3) + log_prob_passes
         self._num_ranks, self._peak = num_ranks, config.trainer.peak_tflops
 

@@ -60,7 +60,7 @@ def train_rollout(
         ref = actor.compute_log_probs(everything, "ref_log_prob", routing=algorithm.ref_routing)
     if algorithm.holds_teacher:
         # another model than the one that generated: its own routers choose
-        teacher = actor.compute_log_probs(everything, None, of_teacher=True)
+        teacher = actor.compute_log_probs(everything, None, with_teacher=True)
     metrics: dict[str, Any] = {"perf/log_prob_s": time.monotonic() - began}
     if algorithm.kl_coef:
         rank = actor.topology.rank
@@ -100,8 +100,10 @@ def _check_first_step(report: dict[str, float], *, reference_is_actor: bool) -> 
 
     reference_is_actor: it is the KL reference too.
     """
-    others = {"ppo_kl": "old log_probs"} | ({"kl": "ref_log_probs"} if reference_is_actor else {})
-    for name, other in others.items():
+    references = {"ppo_kl": "old log_probs"} | (
+        {"kl": "ref_log_probs"} if reference_is_actor else {}
+    )
+    for name, other in references.items():
         if abs(report.get(name, 0.0)) > 1e-8:
             raise AssertionError(
                 f"ci-test: first-step log_probs must equal {other}, but {name} is {report[name]:g}"

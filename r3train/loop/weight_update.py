@@ -150,7 +150,7 @@ class WeightUpdate:
             if canaries is not None:
                 canaries.join(weight_version)
             return {}, None
-        fleet, published, said = self.rank_zero.engines, None, {}
+        fleet, published, canary_metrics = self.rank_zero.engines, None, {}
 
         def drain() -> None:
             """Let the other ranks go on, which are sending."""
@@ -158,12 +158,12 @@ class WeightUpdate:
                 fleet.publisher.abandon()
             for _ in chain(weights, *again):
                 pass
-            if canaries is not None and not said:
+            if canaries is not None and not canary_metrics:
                 canaries.skip()
 
         def judge_canaries() -> None:
-            if canaries is not None and not said:
-                said.update(canaries.judge(weight_version))
+            if canaries is not None and not canary_metrics:
+                canary_metrics.update(canaries.judge(weight_version))
 
         try:
             with quietly:
@@ -198,7 +198,7 @@ class WeightUpdate:
             "perf/published_bytes": published.num_bytes,
             "perf/published_tensors": published.num_tensors,
             "rollout/weight_version": weight_version,
-            **said,
+            **canary_metrics,
         }, None
 
     def _check_parameters(self, weight_version: int) -> None:

@@ -99,7 +99,7 @@ def native(passes: Collection[str]) -> str:
     return "old_log_prob" if "old_log_prob" in passes else "train"
 
 
-def own_choices(
+def agreement_counts(
     totals: StepTotals, expectation: StepExpectation, stream: str = ROUTES
 ) -> dict[int, dict[str, int]]:
     """The counters by layer where the trainer's own choice is compared: of first forwards."""
@@ -125,8 +125,8 @@ class StepTotals:
     def add(self, call: ReplayEvidence) -> None:
         """Add one call, or a sum of calls."""
         rows = call.rows_replayed + call.rows_filled + call.rows_padding + call.rows_native
-        of_router = call.stream == ROUTES
-        left = call.num_rows * call.topk if of_router else call.replay_idx_sum
+        is_router = call.stream == ROUTES
+        left = call.num_rows * call.topk if is_router else call.replay_idx_sum
         values = [
             call.num_calls,
             call.fingerprint,
@@ -135,7 +135,7 @@ class StepTotals:
             *_AFTER_MAP(call),
             abs(rows - call.num_rows),
             abs(call.topk - self._shape.topk) if call.stream != INDEXER else 0,
-            self._idx_sum_off(call) if of_router else 0,
+            self._idx_sum_off(call) if is_router else 0,
             _part_rows_off(call),
         ]
         if not call.counts_tokens:
@@ -164,7 +164,7 @@ class StepTotals:
         return table.view(np.int64)
 
     @classmethod
-    def of_table(cls, table: np.ndarray, passes: Sequence[str], shape: RouteShape) -> StepTotals:
+    def from_table(cls, table: np.ndarray, passes: Sequence[str], shape: RouteShape) -> StepTotals:
         """The inverse of ``to_table``."""
         totals = cls(shape)
         for p, stream, stage, layer in np.argwhere(table.any(axis=-1)).tolist():
@@ -246,7 +246,7 @@ def misaligned(
 ) -> Iterator[tuple[Cell, tuple[str, str, str]]]:
     """Yield the places in which a misaligned choice clearly agrees better than the replayed one, see ``beaten_by``."""
     for stream, expected in expectation.streams.items():
-        for layer, values in own_choices(totals, expectation, stream).items():
+        for layer, values in agreement_counts(totals, expectation, stream).items():
             if beaten := beaten_by(values, indexer=stream == INDEXER):
                 yield (native(expected.calls), stream, FORWARD, layer), beaten
 
@@ -420,8 +420,8 @@ def judge(
     cells = list(_cells(expectation))
     for cell in cells:
         replay_pass, stream, _, layer = cell
-        of_router, got = stream == ROUTES, totals.counters(cell)
-        for name in counts if of_router else ():
+        is_router, got = stream == ROUTES, totals.counters(cell)
+        for name in counts if is_router else ():
             counts[name] += got[name]
         for name, (value, expected) in _determined(cell, got, expectation).items():
             if value != expected:
@@ -429,23 +429,23 @@ def judge(
         # the current rows with a missing slot are not compared: there are at most those replayed
         current = min(got["rows_current"], got["rows_replayed"])
         mismatch, allowed = got["rows_current_mismatch"], mismatch_threshold * current
-        older, of_older = got["rows_mismatch"] - mismatch, got["rows_replayed"] - current
+        older, older_rows = got["rows_mismatch"] - mismatch, got["rows_replayed"] - current
         place = f"at step {expectation.step}, {place_name(*cell[:3])}, layer {layer}"
         if mismatch > allowed:
             above.append(Failure(*cell, "rows_current_mismatch", mismatch, allowed))
             threshold_error = threshold_error or (
                 f"R3 mismatch tokens ({mismatch}) > threshold ({allowed:g}) {place}, of {current} rows "
-                f"of the weights that the actor holds: staleness does not explain them (of {of_older} "
+                f"of the weights that the actor holds: staleness does not explain them (of {older_rows} "
                 f"rows of other weights, which are not judged, {older} mismatch)"
             )
-        if not of_router or replay_pass == "ref_log_prob":
+        if not is_router or replay_pass == "ref_log_prob":
             continue
-        if older > mismatch_threshold * of_older:
-            stale.append((older / max(of_older, 1), f"{older} of {of_older} rows {place}"))
+        if older > mismatch_threshold * older_rows:
+            stale.append((older / max(older_rows, 1), f"{older} of {older_rows} rows {place}"))
     for cell in sorted(totals.cells.keys() - set(cells)):
         failures.append(Failure(*cell, "num_calls", totals.cells[cell][0], 0))
     counts["num_calls_expected"] = expectation.total_calls()
-    agreement = agreement_shares(list(own_choices(totals, expectation).values()), shape)
+    agreement = agreement_shares(list(agreement_counts(totals, expectation).values()), shape)
     for stream in _SHARES:
         agreement |= _further_agreement(totals, expectation, stream)
     warning = None
@@ -494,10 +494,10 @@ def _determined(
             # a server that computes a row and does not report it leaves the choice to the trainer
             found["rows_left_out"] = filled - without, 0
             if stream == ROUTES and expectation.rows_by_class is not None:
-                of_filled = expectation.rows_of_class(RowClass.FILLED)
+                filled_rows = expectation.rows_of_class(RowClass.FILLED)
                 every = sum(map(expectation.rows_of_class, RowClass))
-                found["rows_of_classes"] = every - of_filled, replayed + filled - without
-                found["rows_of_class_filled"] = of_filled, without
+                found["rows_of_classes"] = every - filled_rows, replayed + filled - without
+                found["rows_of_class_filled"] = filled_rows, without
     compared = got["rows_equal"] + got["rows_overlap"] + got["rows_mismatch"]
     found["rows_compared"] = compared, got["rows_replayed"]
     return found
@@ -507,7 +507,7 @@ def _further_agreement(
     totals: StepTotals, expectation: StepExpectation, stream: str
 ) -> dict[str, float]:
     """Shares of a further stream's rows with the trainer's own choice, and with none of it."""
-    layers = own_choices(totals, expectation, stream).values()
+    layers = agreement_counts(totals, expectation, stream).values()
     rows = sum(values["rows_replayed"] for values in layers)
     names = ("equal", "mismatch") if rows else ()
     return {
@@ -533,12 +533,12 @@ def agreement_shares(layers: Sequence[Mapping[str, int]], shape: RouteShape) -> 
     }
     current = sum(min(v["rows_current"], v["rows_replayed"]) for v in layers)
     for name in ("equal", "mismatch"):
-        own = sum(values[f"rows_current_{name}"] for values in layers)
+        current_rows = sum(values[f"rows_current_{name}"] for values in layers)
         if current:
-            shares[f"current_{name}"] = own / current
+            shares[f"current_{name}"] = current_rows / current
         if rows > current:
-            others = sum(values[f"rows_{name}"] for values in layers) - own
-            shares[f"stale_{name}"] = others / (rows - current)
+            stale_rows = sum(values[f"rows_{name}"] for values in layers) - current_rows
+            shares[f"stale_{name}"] = stale_rows / (rows - current)
     chance = chance_levels(shape.num_experts, shape.topk)
     return {**shares, **{f"chance_{name}": share for name, share in chance.items()}}
 

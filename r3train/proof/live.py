@@ -48,14 +48,14 @@ def prove_step(
     """
     if not evidence.summed:
         evidence.write(records)
-    own = StepTotals(shape)
+    local_totals = StepTotals(shape)
     for record in records:
-        own.add(record)
-    table = torch.from_numpy(own.to_table(passes))
+        local_totals.add(record)
+    table = torch.from_numpy(local_totals.to_table(passes))
     dist.all_reduce(table, group=host_group())
     verdict = wrong = None
     if expectation is not None:
-        totals = StepTotals.of_table(table.numpy(), passes, shape)
+        totals = StepTotals.from_table(table.numpy(), passes, shape)
         verdict = judge(totals, expectation, shape, mismatch_threshold=mismatch_threshold)
         if rechecked is not None:
             verdict = replace(verdict, sampling=judge_recheck(rechecked, missed))

@@ -33,7 +33,6 @@ from r3train.types import (
     RolloutSample,
 )
 
-Share = Annotated[float, Meta(ge=0, le=1)]
 # the pass of a failure
 AGAIN = "rechecked"
 
@@ -105,13 +104,13 @@ def measured_noise(
     dtype: in which servers compute, as torch spells it.
     """
     least_off = _LEAST_OFF if dtype == "float32" else _LEAST_OFF_HALF
-    of_server: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {}
+    differences: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {}
     for sample, again in pairs:
         differ, _ = _differing_rows(sample, again, moe_layers)
         off = _log_probs_off(sample, again)
-        of_server.setdefault(again.server, []).append((differ, off))
+        differences.setdefault(again.server, []).append((differ, off))
     noise = {}
-    for server, found in of_server.items():
+    for server, found in differences.items():
         rows = np.concatenate([differ for differ, _ in found])
         differ = dict(zip(moe_layers, rows.sum(axis=0).tolist(), strict=True))
         off = np.concatenate([off[~np.isnan(off)] for _, off in found])
@@ -185,11 +184,11 @@ def _comparable(
     rechecked: RecheckedRollout, samples: Iterable[RolloutSample]
 ) -> Iterator[tuple[RolloutSample, Rechecked]]:
     """Yield what was rechecked with its sample, as far as the two can be compared."""
-    of_id = {sample.sample_id: sample for sample in samples}
+    samples_by_id = {sample.sample_id: sample for sample in samples}
     for again in rechecked.parts:
-        if _was_given_up(of_id.get(again.sample_id), again):
+        if _was_given_up(samples_by_id.get(again.sample_id), again):
             continue
-        sample = of_id[again.sample_id]
+        sample = samples_by_id[again.sample_id]
         assert np.array_equal(sample.token_ids[: len(again.token_ids)], again.token_ids)
         # of a request that waited for an update the prompt was computed under the newer version
         if again.part != "prompt" or _first_version(sample) == again.weight_version:
@@ -202,10 +201,10 @@ def log_probs_twice(
     """Gather the log-probs of a rollout's rechecked tokens, as delivered and as computed again: float32[N] each."""
     delivered, computed = [], []
     for sample, again in _comparable(rechecked, samples):
-        own = _of_part(sample, again)
+        generated = _generated_in_part(sample, again)
         first, end = again.first_row + 1, len(again.token_ids)
-        delivered.append(sample.rollout_log_probs[first:end][own])
-        computed.append(again.log_probs[own])
+        delivered.append(sample.rollout_log_probs[first:end][generated])
+        computed.append(again.log_probs[generated])
     none = [np.zeros(0, np.float32)]
     return np.concatenate(delivered or none), np.concatenate(computed or none)
 
@@ -284,11 +283,11 @@ def _log_probs_off(sample: RolloutSample, again: Rechecked) -> np.ndarray:
     """
     first, end = again.first_row + 1, len(again.token_ids)
     off = np.abs(again.log_probs.astype(np.float64) - sample.rollout_log_probs[first:end])
-    return np.where(_of_part(sample, again), off, np.nan)
+    return np.where(_generated_in_part(sample, again), off, np.nan)
 
 
-def _of_part(sample: RolloutSample, again: Rechecked) -> np.ndarray:
+def _generated_in_part(sample: RolloutSample, again: Rechecked) -> np.ndarray:
     """bool[T-1-first_row]: log-probs of tokens that the model generated in this part."""
     first, end = again.first_row + 1, len(again.token_ids)
-    of_part = sample.weight_versions[first:end] == again.weight_version
-    return of_part & (np.arange(first, end) >= sample.prompt_len)
+    same_version = sample.weight_versions[first:end] == again.weight_version
+    return same_version & (np.arange(first, end) >= sample.prompt_len)

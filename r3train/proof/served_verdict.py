@@ -43,9 +43,9 @@ _MEAN_OF_FLOOR = 1 / 16
 _MOST_MEAN = 0.1
 # The actor must have moved on so many tokens before a server that has not is a failure.
 _ACTOR_MOVED = 0.5
-# Rows of the actor's own choice may leave the server's twice as often as at the start ...
+# The actor's router may disagree with the server in twice as many rows as at the start ...
 _ROUTER_SLACK = 2.0
-# ... which some thousand rows cannot tell from 0 below this.
+# ... or in this share of the rows: a smaller one cannot be told from 0 on a few thousand rows.
 _LEAST_LEFT = 1e-4
 
 
@@ -105,12 +105,12 @@ class Before:
         return max(_LARGEST_GAP * self.gap_max, floor)
 
     def most_left(self, rows: int) -> int:
-        """The most of so many router rows that may leave the server's."""
+        """The most of these router rows that may disagree with the server's."""
         mean = _ROUTER_SLACK * rows * max(self.rows_left / max(self.rows, 1), _LEAST_LEFT)
         return min(rows, int(mean + 5 * mean**0.5 + 2))
 
     @classmethod
-    def of(cls, noise: CanaryNoise, records: Sequence[ServedRecord] = ()) -> Before:
+    def from_records(cls, noise: CanaryNoise, records: Sequence[ServedRecord] = ()) -> Before:
         """Return the most of the start and of a version's records."""
         shares = [(r.rows_left / max(r.rows, 1), r.rows, r.rows_left) for r in (noise, *records)]
         return cls(
@@ -189,31 +189,34 @@ def difference(pairs: Iterable[tuple[Scores, Scores]], moe_layers: Sequence[int]
 def _other_experts(one: Scores, other: Scores, moe_layers: Sequence[int]) -> np.ndarray:
     """bool[T-1, l]: rows whose sets of experts are not the same."""
     layers = np.asarray(moe_layers, dtype=np.int64) - 1
-    a, b = (np.sort(reading.rows[:, layers], axis=-1) for reading in (one, other))
+    a, b = (np.sort(scores.rows[:, layers], axis=-1) for scores in (one, other))
     return (a != b).any(axis=-1)
 
 
 @dataclass(frozen=True, slots=True)
 class ServerRead:
-    """All canaries as one server said them under one version, and as the actor says them with its experts.
+    """Scores of all canaries by one server under one version, and by the actor with that server's experts.
 
-    readings: of each text; actor: float32[T] of each text, entry 0 is 0.
+    scores: of each text; actor: float32[T] of each text, entry 0 is 0.
     """
 
     version: int
     server: int
-    readings: list[CanaryScores]
+    scores: list[CanaryScores]
     actor: list[np.ndarray]
 
     @property
     def halved(self) -> list[CanaryScores]:
-        """The readings of texts that were also read from the middle on."""
-        return [reading for reading in self.readings if reading.early is not None]
+        """The scores of texts that were also read from the middle on."""
+        return [scores for scores in self.scores if scores.early is not None]
 
     def gaps(self) -> np.ndarray:
         """float64[all tokens but each text's first]: |actor - server|."""
-        pairs = zip(self.readings, self.actor, strict=True)
-        off = [np.abs(r.whole.log_probs[1:].astype(np.float64) - own[1:]) for r, own in pairs]
+        pairs = zip(self.scores, self.actor, strict=True)
+        off = [
+            np.abs(r.whole.log_probs[1:].astype(np.float64) - actor_log_probs[1:])
+            for r, actor_log_probs in pairs
+        ]
         return np.concatenate(off)
 
 
@@ -240,7 +243,7 @@ def compare_servers(
 
     def against(other: ServerRead, which: str) -> Difference:
         whole = which == "whole"
-        pairs = zip(*(r.readings if whole else r.halved for r in (now, other)), strict=True)
+        pairs = zip(*(r.scores if whole else r.halved for r in (now, other)), strict=True)
         return difference(((getattr(a, which), getattr(b, which)) for a, b in pairs), moe_layers)
 
     moved = [
@@ -276,7 +279,7 @@ def compare_servers(
         gap_max=float(gaps.max()),
         rows=router[0],
         rows_left=router[1],
-        coverage=_coverage(texts, now.readings, moe_layers, num_experts, vocab_size),
+        coverage=_coverage(texts, now.scores, moe_layers, num_experts, vocab_size),
         noise=noise,
         before=before,
     )
@@ -284,13 +287,13 @@ def compare_servers(
 
 def _coverage(
     texts: Sequence[np.ndarray],
-    readings: Iterable[CanaryScores],
+    scores: Iterable[CanaryScores],
     moe_layers: Sequence[int],
     num_experts: int,
     vocab_size: int,
 ) -> Coverage:
     used = np.zeros((len(moe_layers), num_experts), dtype=bool)
-    for rows in (r.whole.rows for r in readings):
+    for rows in (r.whole.rows for r in scores):
         for i, layer in enumerate(moe_layers):
             used[i, rows[:, layer - 1]] = True
     ids = len(np.unique(np.concatenate(texts)))
@@ -305,8 +308,8 @@ def within(got: Difference, noise: Difference) -> bool:
     return got.log_prob_off <= _LARGEST * noise.log_prob_off and got.rows_differ <= most
 
 
-def _is_still(of: Earlier, noise: CanaryNoise) -> bool:
-    return within(of.difference, noise.repeat)
+def _is_still(record: Earlier, noise: CanaryNoise) -> bool:
+    return within(record.difference, noise.repeat)
 
 
 def served_failures(record: ServedRecord) -> list[tuple[str, str]]:
@@ -334,12 +337,12 @@ def served_failures(record: ServedRecord) -> list[tuple[str, str]]:
             "WARM",
             f"on the cached half {_apart(warm)}, and {record.warm_cached_rows} of its cached rows are others",
         )
-    for of in record.earlier:
-        if _is_still(of, noise) and of.actor_moved >= _ACTOR_MOVED:
+    for earlier in record.earlier:
+        if _is_still(earlier, noise) and earlier.actor_moved >= _ACTOR_MOVED:
             fail(
                 "MOVED",
-                f"it says what it said under version {of.version}, and the actor moved on"
-                f" {of.actor_moved:.0%} of the tokens since",
+                f"it says what it said under version {earlier.version}, and the actor moved on"
+                f" {earlier.actor_moved:.0%} of the tokens since",
             )
     for twin in record.twins:
         apart = {"first": twin.early, "second": twin.warm, "whole": twin.whole}
@@ -370,14 +373,15 @@ def served_failures(record: ServedRecord) -> list[tuple[str, str]]:
     return found
 
 
-def _apart(of: Difference) -> str:
-    return f"{of.log_prob_off:.3g} nats and {of.rows_differ} of {of.rows} rows apart"
+def _apart(apart: Difference) -> str:
+    return f"{apart.log_prob_off:.3g} nats and {apart.rows_differ} of {apart.rows} rows apart"
 
 
 def inconclusive(record: ServedRecord) -> int:
     """Count the earlier versions of which a server said the same while the actor hardly moved either."""
     return sum(
-        _is_still(of, record.noise) and of.actor_moved < _ACTOR_MOVED for of in record.earlier
+        _is_still(earlier, record.noise) and earlier.actor_moved < _ACTOR_MOVED
+        for earlier in record.earlier
     )
 
 

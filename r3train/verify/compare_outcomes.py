@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from r3train.verify.model_zoo import ModelVariant
-from r3train.verify.outcome import PASSES, RECOMPUTE, TRAIN, Outcome, route_errors
+from r3train.verify.training_outcome import PASSES, RECOMPUTE, TRAIN, Outcome, route_errors
 
 ROUTES, FORWARD, LOSS, GRADIENTS, DELTAS, EXPORT = range(6)
 PHASE_NAMES = ("routes", "forward", "loss", "gradients", "deltas", "export")

@@ -106,15 +106,15 @@ def hf_config(v: ModelVariant) -> dict[str, Any]:
     family = TINY_MODELS[v.family]
     rope = {"rope_type": "default", "rope_theta": 10000.0}
     if v.family == "qwen3_moe":
-        own = {"mlp_only_layers": list(v.dense_layers), "router_aux_loss_coef": 0.0}
+        family_keys = {"mlp_only_layers": list(v.dense_layers), "router_aux_loss_coef": 0.0}
     else:
         assert v.dense_layers == tuple(range(len(v.dense_layers))), "GLM's dense layers come first"
-        own = {"first_k_dense_replace": len(v.dense_layers), "n_group": 1, "topk_group": 1}
+        family_keys = {"first_k_dense_replace": len(v.dense_layers), "n_group": 1, "topk_group": 1}
         rope |= {"partial_rotary_factor": GLM_ROTARY_FRACTION}
     return {
         **shared(options),
         **family.sizes(options),
-        **own,
+        **family_keys,
         "model_type": v.family,
         "architectures": [f"{family.kind}ForCausalLM"],
         "intermediate_size": DENSE_INTERMEDIATE,

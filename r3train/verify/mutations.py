@@ -258,7 +258,7 @@ def bypass(original, self, *args, **kwargs):
 ANSWERS = "tests/e2e/test_recheck.py"
 
 
-def of_a_rollout(request: Request) -> bool:
+def is_rollout_request(request: Request) -> bool:
     """False for the draws that measure the noise: the server breaks after its start."""
     return is_of_rollout(request.sample_id)
 
@@ -278,7 +278,7 @@ def answer_with_rows_of_another(config, hf):
 
     def read_answer(original, answer, request, sent, **how):
         segment = original(answer, request, sent, **how)
-        if segment.rows is None or not len(segment.rows) or not of_a_rollout(request):
+        if segment.rows is None or not len(segment.rows) or not is_rollout_request(request):
             return segment
         rows = np.resize(last[-1], segment.rows.shape) if last else segment.rows
         last[:] = [segment.rows]
@@ -291,7 +291,7 @@ def answer_with_rows_of_another(config, hf):
 def answer_without_second_stage(original, answer, request, sent, **how):
     """The second half of the layers never reached the answer, as of a pipeline stage."""
     segment = original(answer, request, sent, **how)
-    return without_second_stage(segment) if of_a_rollout(request) else segment
+    return without_second_stage(segment) if is_rollout_request(request) else segment
 
 
 # -- publishing --------------------------------------------------------------------------------
@@ -372,9 +372,14 @@ def canaries_of_itself(config, hf):
     """The weights are frozen, and canaries compare the actor with itself."""
 
     def compare(original, now, *args, **kwargs):
-        scores = [replace(of.whole, log_probs=own) for of, own in zip(now.readings, now.actor)]
-        readings = [replace(of, whole=one) for of, one in zip(now.readings, scores)]
-        return original(replace(now, readings=readings), *args, **kwargs)
+        scores = [
+            replace(server_scores.whole, log_probs=actor_log_probs)
+            for server_scores, actor_log_probs in zip(now.scores, now.actor)
+        ]
+        canary_scores = [
+            replace(server_scores, whole=one) for server_scores, one in zip(now.scores, scores)
+        ]
+        return original(replace(now, scores=canary_scores), *args, **kwargs)
 
     with patched(canaries, "compare_servers", compare):
         with MUTATIONS["weights_frozen"].patch(config, hf):

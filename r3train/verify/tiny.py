@@ -139,11 +139,11 @@ _OF_WORDS = {"tokenizer_from": None, "chat_template": False}
 def _check(options: TinyOptions, tokenizer: TrainedTokenizer | None) -> None:
     if options.task not in TASKS:
         raise ValueError(f"unknown task {options.task!r}, there are {', '.join(TASKS)}")
-    least, of = len(SPECIAL_TOKENS) + len(TASKS[options.task][0]()), "the task's {} words"
+    least, unit = len(SPECIAL_TOKENS) + len(TASKS[options.task][0]()), "the task's {} words"
     if tokenizer is not None:
-        least, of = len(SPECIAL_TOKENS) + 256, "the {} of bytes and special tokens"
+        least, unit = len(SPECIAL_TOKENS) + 256, "the {} of bytes and special tokens"
     if options.vocab_size < least:
-        raise ValueError(f"vocab_size {options.vocab_size} is below {of.format(least)}")
+        raise ValueError(f"vocab_size {options.vocab_size} is below {unit.format(least)}")
     if options.family not in TINY_NAMES:
         raise ValueError(f"unknown family {options.family!r}, there are {', '.join(TINY_NAMES)}")
     if options.family != "qwen3_moe" and not options.num_experts:
@@ -231,14 +231,14 @@ def random_model(options: TinyOptions, **changes: Any) -> Any:
         "eos_token_id": SPECIAL_TOKENS.index("<eos>"),
     }
     family = tiny_model_of(options)
-    keys, of = shared(options) | tokens | family.sizes(options) | changes, "ForCausalLM"
+    keys, suffix = shared(options) | tokens | family.sizes(options) | changes, "ForCausalLM"
     if family.vision is not None:
         keys = {"text_config": keys} | family.vision(options)
-        of = "ForConditionalGeneration"
+        suffix = "ForConditionalGeneration"
     config = getattr(transformers, f"{family.kind}Config")(**keys)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(options.seed)
-        model = getattr(transformers, f"{family.kind}{of}")(config)
+        model = getattr(transformers, f"{family.kind}{suffix}")(config)
         # transformers sets the padding row to 0, and a random policy does write <pad>.  The gradient
         # of an RMSNorm at 0 is 1 / sqrt(eps), a thousand times that of other rows.
         torch.nn.init.normal_(model.get_input_embeddings().weight, std=options.initializer_range)
@@ -390,8 +390,8 @@ def make_tiny_model(
         if name != "vocab_size" and context.get_parameter_source(name) is ParameterSource.DEFAULT:
             shape[name] = value
     if vocab_size is None:
-        of_words = SIZES[size].get("vocab_size", TinyOptions().vocab_size)
-        vocab_size = of_words if tokenizer is None else TRAINED_VOCAB_SIZE
+        word_vocab_size = SIZES[size].get("vocab_size", TinyOptions().vocab_size)
+        vocab_size = word_vocab_size if tokenizer is None else TRAINED_VOCAB_SIZE
     try:
         options = TinyOptions(vocab_size=vocab_size, **shape)
         built = build(output, options, force=force, tokenizer=tokenizer)

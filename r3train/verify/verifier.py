@@ -27,7 +27,7 @@ from r3train.verify.compare_outcomes import (
 )
 from r3train.verify.model_zoo import VARIANTS, write_checkpoint
 from r3train.verify.oracle import BIAS, Weights, run_batch
-from r3train.verify.outcome import Outcome, oracle_outcome, read_outcome
+from r3train.verify.training_outcome import Outcome, oracle_outcome, read_outcome
 from r3train.verify.rollouts import RolloutBatch, make_rollouts, with_holes_filled, with_log_probs
 from r3train.verify.topologies import TOPOLOGIES, Topology, baseline
 

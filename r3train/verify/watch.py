@@ -171,5 +171,5 @@ def whole_gradients(actor: MegatronActor) -> None:
             group = buffer.data_parallel_group
             for bucket in buffer.buckets:
                 share = bucket.grad_data.numel() // group.size()
-                own = bucket.grad_data[group.rank() * share : (group.rank() + 1) * share].clone()
-                torch.distributed.all_gather_into_tensor(bucket.grad_data, own, group=group)
+                shard = bucket.grad_data[group.rank() * share : (group.rank() + 1) * share].clone()
+                torch.distributed.all_gather_into_tensor(bucket.grad_data, shard, group=group)

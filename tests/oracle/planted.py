@@ -481,14 +481,14 @@ def teacher_is_the_actor(original, self):
 
 @replaces(actor.MegatronActor, "compute_log_probs", caught_by=RULE)
 def teacher_replays_the_rollout(
-    original, self, slices, replay_pass, *args, of_teacher=False, **how
+    original, self, slices, replay_pass, *args, with_teacher=False, **how
 ):
     """The teacher's experts are those of the rollout."""
-    if not of_teacher:
+    if not with_teacher:
         return original(self, slices, replay_pass, *args, **how)
     # its routes alone are wrong: the evidence is as ever
     with mock.patch.object(self.replay, "_recorder", mock.Mock()):
-        return original(self, slices, "old_log_prob", *args, of_teacher=True, **how)
+        return original(self, slices, "old_log_prob", *args, with_teacher=True, **how)
 
 
 @replaces(policy_loss, "distilled", caught_by=RULE)
@@ -641,13 +641,13 @@ def token_chosen_twice(original, self, live):
     return chosen
 
 
-@replaces(IndexerReplay, "of_call", caught_by=CHOICES)
+@replaces(IndexerReplay, "begin_call", caught_by=CHOICES)
 def indexer_not_asked(original, self, layer_number, x):
     """The replay of a layer is not asked."""
     return None if layer_number == 1 else original(self, layer_number, x)
 
 
-@replaces(IndexerReplay, "of_call", caught_by=CHOICES)
+@replaces(IndexerReplay, "begin_call", caught_by=CHOICES)
 def choices_of_the_forward_in_progress(original, self, layer_number, x):
     """A recomputation gets the tokens of the microbatch whose forward came last."""
     backward = dict(self._manager._backward)

@@ -20,7 +20,7 @@ from r3train.verify.compare_outcomes import (
     compare,
 )
 from r3train.verify.model_zoo import ModelVariant, write_checkpoint
-from r3train.verify.outcome import OLD, RECOMPUTE, TRAIN, Outcome, oracle_outcome
+from r3train.verify.training_outcome import OLD, RECOMPUTE, TRAIN, Outcome, oracle_outcome
 from r3train.verify.rollouts import make_rollouts, train_samples, with_log_probs
 from r3train.verify.verifier import MutationResult, TopologyResult, Verification
 

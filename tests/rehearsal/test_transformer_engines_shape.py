@@ -22,7 +22,7 @@ from r3train.verify.compare_outcomes import GATES, GRADIENTS, compare
 from r3train.verify.model_zoo import VARIANTS, write_checkpoint
 from r3train.verify.mutations import MUTATIONS
 from r3train.verify.oracle import BIAS, run_batch
-from r3train.verify.outcome import Outcome, read_outcome
+from r3train.verify.training_outcome import Outcome, read_outcome
 from r3train.verify.rollouts import (
     RolloutBatch,
     make_rollouts,

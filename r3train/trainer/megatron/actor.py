@@ -143,13 +143,13 @@ class MegatronActor:
         temperature: float | None = None,
         weight_version: int | None = None,
         *,
-        of_teacher: bool = False,
+        with_teacher: bool = False,
         routing: Literal["replay", "native"] = "replay",
     ) -> dict[int, torch.Tensor]:
         """Compute log-probs of each microbatch's labels, {microbatch_id: float32[n]}.
 
         replay_pass: old_log_prob, ref_log_prob (with the reference's weights), or None: as with
-        ``routing`` native routers choose for themselves, with the teacher's weights if ``of_teacher``.
+        ``routing`` native routers choose for themselves, with the teacher's weights if ``with_teacher``.
         temperature: the rollout's unless given.  weight_version: the version that the weights of this
         pass have on the servers, for the evidence; None if they have none.
         The last pipeline stage gets one log-prob for each row of its slices.  The other stages get an
@@ -161,7 +161,7 @@ class MegatronActor:
         if temperature is None:
             temperature = self._temperature
         weights = self._reference_weights() if replay_pass == "ref_log_prob" else nullcontext()
-        if of_teacher:
+        if with_teacher:
             weights = self._teacher_weights()
         if routing == "native":
             replay_pass = None

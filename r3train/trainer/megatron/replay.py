@@ -149,8 +149,8 @@ class RouterReplay:
             filled = fill_missing(scores[rows], holes, holes == staged.marker)
             experts = recorded.index_copy(0, rows, filled)
         if self._manager.recorder is not None or self._manager.drifts:
-            own = default_compute_topk(scores.detach(), topk, num_groups, group_topk)[1]
-            self._observe(staged, scores.detach(), recorded, experts, own)
+            actor_experts = default_compute_topk(scores.detach(), topk, num_groups, group_topk)[1]
+            self._observe(staged, scores.detach(), recorded, experts, actor_experts)
         return scores.gather(1, experts), experts
 
     def _observe(
@@ -159,18 +159,18 @@ class RouterReplay:
         scores: torch.Tensor,
         recorded: torch.Tensor,
         experts: torch.Tensor,
-        own: torch.Tensor,
+        actor_experts: torch.Tensor,
     ) -> None:
         """Show the served experts and the router's own top-k, int64[m, K] each, to the recorder and the drift."""
         manager = self._manager
         if manager.recorder is not None:
-            manager.recorder.note_choice(Choice(self.layer_number, scores, experts, own))
+            manager.recorder.note_choice(Choice(self.layer_number, scores, experts, actor_experts))
         if manager.drifts and not in_recomputation():
             whole = staged.real
             if staged.rows_with_missing is not None:
                 whole = whole & (recorded != staged.marker).all(1)
-            gates = self._gates(scores, own), self._gates(scores, experts)
-            manager.drift.add(self.layer_number, own, experts, gates, whole)
+            gates = self._gates(scores, actor_experts), self._gates(scores, experts)
+            manager.drift.add(self.layer_number, actor_experts, experts, gates, whole)
 
 
 class IndexerReplay:
@@ -181,7 +181,7 @@ class IndexerReplay:
         self._vp_stage = vp_stage
         self._topk = topk
 
-    def of_call(self, layer_number: int, x: torch.Tensor) -> ReplayedCall | None:
+    def begin_call(self, layer_number: int, x: torch.Tensor) -> ReplayedCall | None:
         """Return the replay of the call that begins, None outside a pass and in a pass without choices."""
         manager = self._manager
         microbatch_id = manager.current_microbatch(self._vp_stage)
@@ -192,7 +192,7 @@ class IndexerReplay:
         if manager.recorder is not None:
             again = in_recomputation()
             controls = manager.recorder.native and not again
-            record = manager.recorder.of_indexer(
+            record = manager.recorder.begin_indexer_call(
                 staged,
                 staged.column[layer_number],
                 x,

@@ -47,7 +47,7 @@ class Choice:
     layer_number: int
     scores: torch.Tensor  # float[m, E]
     experts: torch.Tensor  # int64[m, K], served
-    own: torch.Tensor  # int64[m, K], the trainer's own top-k
+    actor_experts: torch.Tensor  # int64[m, K], the trainer's own top-k
 
 
 @dataclass
@@ -64,7 +64,7 @@ class _Seen:
     column: int
     routing_map: torch.Tensor  # bool[m, E]
     experts: torch.Tensor | None = None  # int64[m, K]; None where the router chose for itself
-    own: torch.Tensor | None = None
+    actor_experts: torch.Tensor | None = None
     # float32[m, 4] each: the forward's and the recomputation's
     signatures: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -183,7 +183,7 @@ class CallRecorder:
         )
         seen = _Seen(call, column, routing_map)
         if choice is not None:
-            seen.experts, seen.own = choice.experts, choice.own
+            seen.experts, seen.actor_experts = choice.experts, choice.actor_experts
             if self._pass == "train":
                 seen.signatures = self._signatures_of(
                     ROUTES, choice.scores, layer_number, microbatch_id, stage
@@ -232,22 +232,22 @@ class CallRecorder:
     ) -> None:
         """Add the counters of calls that were served, and remove filled slots and padding rows from the fingerprint."""
         experts = torch.stack([s.experts for s in seen])  # [l, m, K]
-        own = torch.stack([s.own for s in seen])
-        recorded = _of_layers(staged, columns) != staged.marker
+        actor_experts = torch.stack([s.actor_experts for s in seen])
+        recorded = _layer_routes(staged, columns) != staged.marker
         whole = recorded.all(2) & staged.real
         if (rows := staged.rows_with_missing) is not None:
             # slots that the trainer filled: the map holds them, the rollout does not
             filled = route_hashes(staged.uids[rows], experts[:, rows], layers)
             values["fingerprint"] -= (filled * ~recorded[:, rows]).sum((1, 2))
         values["replay_idx_sum"] = experts.sum((1, 2))
-        shared = shared_experts(own, experts)
+        shared = shared_experts(actor_experts, experts)
         equal, overlap, none = overlap_counts(shared, self._topk, whole)
         values.update(rows_equal=equal, rows_overlap=overlap, rows_mismatch=none)
         if staged.num_current:
             equal, _, none = overlap_counts(shared, self._topk, whole & staged.current)
             values.update(rows_current_equal=equal, rows_current_mismatch=none)
         if self._kind[1:3] == (True, "replay_forward"):
-            values.update(_controls(staged, own, experts, columns, whole))
+            values.update(_controls(staged, actor_experts, experts, columns, whole))
         if seen[0].signatures is not None:
             first, again = map(torch.stack, zip(*(s.signatures for s in seen)))
             values["rows_recompute_differ"] = _differ(first, again).sum(1)
@@ -290,7 +290,7 @@ class CallRecorder:
         return self._native
 
     @torch.no_grad()
-    def of_indexer(
+    def begin_indexer_call(
         self, staged: StagedIndexer, column: int, x: torch.Tensor, *, topk: int, **place: Any
     ) -> Recording:
         """Return what makes the record of a call of sparse attention that begins.
@@ -351,13 +351,13 @@ class CallRecorder:
         counted = was_left(kept_logits) & limited[:, None]
         hashes = route_hashes(kept.uids, ids + first, SAMPLING_MASK_LAYER)
         label = labels - first
-        own_label = (label >= 0) & (label < size)
+        holds_label = (label >= 0) & (label < size)
         has_label = is_left.gather(1, label.clamp(0, size - 1)[:, None])[:, 0]
         sums = torch.stack(
             [
                 torch.where(counted, hashes, zero).sum(),
                 (is_left & limited[:, None]).sum(),
-                (limited & own_label & ~has_label).sum(),
+                (limited & holds_label & ~has_label).sum(),
             ]
         )
         torch.distributed.all_reduce(sums, group=group)
@@ -381,9 +381,9 @@ class CallRecorder:
             rows_mismatch=mismatch.sum(),
         )
         if self._weight_version is not None:
-            of_version = kept.versions == self._weight_version
-            values["rows_current_equal"] = (equal & of_version).sum()
-            values["rows_current_mismatch"] = (mismatch & of_version).sum()
+            is_current = kept.versions == self._weight_version
+            values["rows_current_equal"] = (equal & is_current).sum()
+            values["rows_current_mismatch"] = (mismatch & is_current).sum()
         return _vector(values)
 
     def record_sampling_mask(
@@ -456,14 +456,14 @@ def _vector(values: dict[str, torch.Tensor]) -> torch.Tensor:
     return torch.stack([values.get(name, zero) for name in _COUNTERS], dim=-1)
 
 
-def _of_layers(staged: StagedRoutes, columns: Sequence[int]) -> torch.Tensor:
+def _layer_routes(staged: StagedRoutes, columns: Sequence[int]) -> torch.Tensor:
     """Stack the routes of some layers, [l, m, K]."""
     return torch.stack([staged.routes[:, column] for column in columns])
 
 
 def _controls(
     staged: StagedRoutes,
-    own: torch.Tensor,
+    actor_experts: torch.Tensor,
     replayed: torch.Tensor,
     columns: Sequence[int],
     whole: torch.Tensor,
@@ -476,9 +476,10 @@ def _controls(
     variants = {
         "control_token_minus": replayed.roll(1, 1),
         "control_token_plus": replayed.roll(-1, 1),
-        "control_layer_minus": _of_layers(staged, [(c - 1) % num_layers for c in columns]),
-        "control_layer_plus": _of_layers(staged, [(c + 1) % num_layers for c in columns]),
+        "control_layer_minus": _layer_routes(staged, [(c - 1) % num_layers for c in columns]),
+        "control_layer_plus": _layer_routes(staged, [(c + 1) % num_layers for c in columns]),
     }
     return {
-        name: overlap_counts(shared_experts(own, v), topk, whole)[0] for name, v in variants.items()
+        name: overlap_counts(shared_experts(actor_experts, v), topk, whole)[0]
+        for name, v in variants.items()
     }

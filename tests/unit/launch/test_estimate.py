@@ -12,7 +12,7 @@ from r3train.families import tensor_shapes
 from r3train.families.published import PUBLISHED, published_names
 from r3train.launch import estimate
 from r3train.launch.estimate import Model, estimate_server, layer_bytes, stages
-from r3train.launch.topologies import search
+from r3train.launch.topology_search import search
 from r3train.verify.tiny import build
 from r3train.families.tiny_options import TinyOptions
 from tests.unit.doctor_setups import config_of
@@ -62,7 +62,7 @@ def test_every_tensor_of_a_published_model_is_counted_once(name, tiny):
     assert model.total.total == whole
     layers = range(1, model.hf.num_hidden_layers + 1)
     parts = [
-        model.of_stage(part, is_first=i == 0, is_last=i == 2)
+        model.stage_parameters(part, is_first=i == 0, is_last=i == 2)
         for i, part in enumerate((layers[:1], layers[1:5], layers[5:]))
     ]
     assert sum(part.total for part in parts) == whole
@@ -90,7 +90,7 @@ def test_a_tied_output_layer_is_one_and_a_copy_on_another_stage(tmp_path, qwen3)
     tied = Model(read_hf_facts(tmp_path))
     embedding = tied.hf.vocab_size * tied.hf.hidden_size
     assert tied.total.total == qwen3.total.total - embedding
-    assert tied.of_stage((), is_first=False, is_last=True).split == embedding
+    assert tied.stage_parameters((), is_first=False, is_last=True).split == embedding
 
 
 PRECISION_AWARE = {"use_precision_aware_optimizer": True}

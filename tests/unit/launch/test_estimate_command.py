@@ -15,10 +15,10 @@ from r3train.config import RunConfig
 from r3train.config.hf_facts import read_hf_facts
 from r3train.config.options import parse_train_flags
 from r3train.families.published import PUBLISHED
-from r3train.launch import estimate_command, topologies
+from r3train.launch import estimate_command, topology_search
 from r3train.launch.estimate import Model
 from r3train.config.recipes import recipe_path
-from r3train.launch.topologies import fullest_rank, search
+from r3train.launch.topology_search import fullest_rank, search
 
 
 def run(*words: str, code: int = 0) -> str:
@@ -185,7 +185,7 @@ def test_slower_ways_come_after_faster_ones():
     config, model = of("qwen3_30b_a3b", "Qwen3-30B-A3B")
     every = [fit.name for fit in search(config, model, 8, 1e15, 10_000)]
     ways = [("recompute" in name, "offload" in name) for name in every]
-    assert [way for i, way in enumerate(ways) if way not in ways[:i]] == list(topologies.WAYS)
+    assert [way for i, way in enumerate(ways) if way not in ways[:i]] == list(topology_search.WAYS)
     assert len(every) == len(set(every))
 
 
@@ -194,4 +194,4 @@ def test_slower_ways_come_after_faster_ones():
     [(48, 4, (None, None)), (61, 8, (6, 7)), (46, 4, (11, 11)), (61, 2, (30, 31)), (24, 16, None)],
 )
 def test_stages_that_cannot_be_equal_have_smaller_ends_and_none_is_empty(layers, stages, ends):
-    assert topologies._ends(layers, stages) == ends
+    assert topology_search._ends(layers, stages) == ends

@@ -80,7 +80,7 @@ def test_an_evaluation_set_is_sampled_by_its_settings_and_the_runs_limits(tiny, 
         top_p=0.5,
         top_k=3,
         stop_token_ids=(*read_hf_facts(tiny / "model").eos_token_ids, 5),
-        may_stop_at=job.own_stops_of_servers,
+        may_stop_at=job.tokenizer_stop_ids,
         max_context_len=30,
         seed=11,
     )

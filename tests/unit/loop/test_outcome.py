@@ -13,7 +13,9 @@ from r3train.loop.train_rollout import Trained
 from r3train.proof.judge import Failure, StepVerdict
 from r3train.user_code import UserCodeFailed
 
-REPLAY = StepVerdict(3, [Failure("train", 0, 2, "rows_native", 1, 0)], [], None, {})
+REPLAY = StepVerdict(
+    3, [Failure("train", "routes", "replay_forward", 2, "rows_native", 1, 0)], [], None, {}
+)
 THRESHOLD = StepVerdict(3, [], [], "R3 mismatch tokens (9) > threshold (1)", {})
 PASSED = StepVerdict(3, [], [], None, {})
 

@@ -490,7 +490,7 @@ def test_a_table_holds_every_place_and_counter_and_totals_merge():
     whole = StepTotals(SHAPE)
     for call in calls:
         whole.add(call)
-    again = StepTotals.of_table(one.to_table(PASSES) + other.to_table(PASSES), PASSES, SHAPE)
+    again = StepTotals.from_table(one.to_table(PASSES) + other.to_table(PASSES), PASSES, SHAPE)
     assert again.cells == whole.cells
     one.merge(other)
     assert one.cells == whole.cells

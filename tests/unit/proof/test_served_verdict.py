@@ -65,7 +65,7 @@ def record(
         cached=[HALF] * 4,
         router=router,
         noise=noise,
-        before=before or Before.of(noise),
+        before=before or Before.from_records(noise),
         moe_layers=LAYERS,
         num_experts=EXPERTS,
         vocab_size=VOCAB,
@@ -121,7 +121,7 @@ def test_WARM_allows_what_rounding_does_to_two_programs():
     off, more = (changed("warm", log_probs=early.log_probs + np.float32(x)) for x in (9e-6, 5e-5))
     assert test_of(record(read(of=off))) == ""
     assert test_of(record(read(of=more))) == "WARM"
-    before = replace(Before.of(EXACT), gap_max=1.4e-5)
+    before = replace(Before.from_records(EXACT), gap_max=1.4e-5)
     assert test_of(record(read(of=more), before=before)) == ""
     rows = early.rows.copy()
     rows[HALF + 1 : HALF + 4, 1] = [13, 14, 15]
@@ -258,19 +258,19 @@ def test_a_record_survives_its_line():
 
 
 def test_BOUND_and_ROUTER_follow_a_model_whose_rounding_grows_and_fail_where_an_update_adds_as_much():
-    before = Before.of(EXACT)
+    before = Before.from_records(EXACT)
     for step in range(8):
         off = 4e-7 * 1.4**step
         actor = [r.whole.log_probs + np.float32(0) for r in readings(7)]
         of = record(read(actor=actor), before=before, router=(952, 2 * step))
         of = replace(of, gap_mean=off, gap_max=4 * off)
         assert test_of(of) == "", step
-        before = Before.of(EXACT, [of])
+        before = Before.from_records(EXACT, [of])
     assert before.gap_mean > 4 * EXACT.gap_mean
     assert test_of(replace(of, gap_mean=3.1 * before.gap_mean, before=before)) == "BOUND"
     assert test_of(replace(of, gap_max=10.1 * before.gap_max, before=before)) == "BOUND"
     assert test_of(replace(of, rows_left=300, before=before)) == "ROUTER"
     # the start counts where it was more
-    assert Before.of(EXACT, [replace(of, gap_mean=0.0, gap_max=0.0, rows_left=0)]) == Before.of(
-        EXACT
-    )
+    assert Before.from_records(
+        EXACT, [replace(of, gap_mean=0.0, gap_max=0.0, rows_left=0)]
+    ) == Before.from_records(EXACT)

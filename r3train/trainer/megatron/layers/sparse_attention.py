@@ -64,7 +64,7 @@ class IndexerCall(Protocol):
 class ChoiceReplay(Protocol):
     """The replay of indexers' choices, as ``RouterReplay`` is of a router's experts."""
 
-    def of_call(self, layer_number: int, x: torch.Tensor) -> IndexerCall | None:
+    def begin_call(self, layer_number: int, x: torch.Tensor) -> IndexerCall | None:
         """Return the replay of the layer's call that begins, None outside a pass.
 
         x: the layer's input.  Later in the call Megatron computes without gradients, and no call looks like a recomputation:
@@ -118,7 +118,7 @@ class SparseAttention(dsa.DSAttention):
         assert packed_seq_params is not None, "the actor always packs"
         given = dict(attn_mask_type=attn_mask_type, packed_seq_params=packed_seq_params)
         replay = self.choice_replay
-        call = None if replay is None else replay.of_call(self.layer_number, x)
+        call = None if replay is None else replay.begin_call(self.layer_number, x)
         if packed_seq_params.max_seqlen_q <= self.index_topk:
             if call is not None:
                 call.all_chosen()

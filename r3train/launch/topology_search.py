@@ -103,7 +103,7 @@ def search(
 
 
 def _topologies(config: RunConfig, model: Model, world_size: int) -> Iterator[ParallelSection]:
-    hf, own = model.hf, config.parallel
+    hf, parallel = model.hf, config.parallel
     sizes = [n for n in range(1, world_size + 1) if world_size % n == 0]
     in_node = [n for n in (1, 2, 4, 8) if n in sizes]
     stages_ = [n for n in sizes if n <= min(_MOST_STAGES, hf.num_hidden_layers)]
@@ -116,7 +116,7 @@ def _topologies(config: RunConfig, model: Model, world_size: int) -> Iterator[Pa
         ends = _ends(hf.num_hidden_layers, pp)
         if ends is None or etp > 1 and ep < max(experts):
             continue
-        yield own.model_copy(
+        yield parallel.model_copy(
             update=dict(
                 tensor_model_parallel_size=tp,
                 sequence_parallel=tp > 1,

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from r3train.agents.reward import read_reward, read_reward_file
+from r3train.agents.harness_reward import read_reward, read_reward_file
 
 
 @pytest.mark.parametrize(
