@@ -17,10 +17,10 @@ def all_prompts(
     rows: tuple[int, int | None] = (0, None),
     limit: tuple[int, str] = (1 << 20, "no limit"),
     tools: Any = (),
-    told: list[str] | None = None,
+    notes: list[str] | None = None,
     **settings: Any,
 ) -> list[Prompt]:
     """Load what ``load_prompts`` does; settings: of the section of the data."""
     data = DataSection(prompt_data=str(path), **settings)
-    note = [].append if told is None else told.append
+    note = [].append if notes is None else notes.append
     return load_prompts(PromptFile(path, *rows), data, tokenizer, limit, tools=tools, note=note)

@@ -773,12 +773,14 @@ def rollout_metrics(rollout_id: int, groups: Rollout, rule: Rule) -> dict[str, A
     def ended(reason: str) -> int:
         return sum(s.finish_reason == reason for s in samples)
 
-    return {
+    reward_metrics = {
         "reward_mean": mean,
         "reward_std": math.sqrt(_mean((r - mean) ** 2 for r in rewards)),
         "reward_min": min(rewards),
         "reward_max": max(rewards),
         "zero_variance_groups": sum(len({s.reward for s in g}) == 1 for g in groups),
+    }
+    counts = {
         "num_groups": len(groups),
         "num_samples": len(samples),
         "response_len_mean": _mean(lengths),
@@ -789,6 +791,8 @@ def rollout_metrics(rollout_id: int, groups: Rollout, rule: Rule) -> dict[str, A
         "staleness_max": max(ages),
         "spanning_samples": len(spanning),
     }
+    # conversations have no rewards
+    return counts if rule.loss_type == "sft" else reward_metrics | counts
 
 
 def _generated(s: Sample) -> int:
