@@ -105,7 +105,7 @@ class Chart:
 
     @property
     def meaning(self) -> str:
-        """What each metric means, a line each."""
+        """Meanings of the metrics, a line each."""
         rows = ((key, row_of(key)) for key in self.row.keys)
         return "\n".join(f"{key}: {row.meaning}" for key, row in rows if row is not None)
 

@@ -402,7 +402,7 @@ def test_the_owned_fields_are_fields_of_megatron_whose_source_tells_them():
 
     for owned, declared, megatrons in (
         (overrides._OWNED, overrides._TRANSFORMER, TransformerConfig),
-        (overrides._OWNED_OF_OPTIMIZER, overrides._OPTIMIZER, OptimizerConfig),
+        (overrides._OWNED_OPTIMIZER, overrides._OPTIMIZER, OptimizerConfig),
     ):
         known = overrides._fields(tuple(declared.items()))
         assert known == {field.name for field in dataclasses.fields(megatrons)}

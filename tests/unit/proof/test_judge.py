@@ -97,7 +97,7 @@ def right_step() -> list[ReplayEvidence]:
 
 
 def expectation(routes=None, masks=None) -> StepExpectation:
-    """What is expected of ``right_step``; routes, masks: changes of their streams."""
+    """Expectation of ``right_step``; routes, masks: changes of their streams."""
     num_rows = 2 * (ROWS + FILLED)
     expected = {
         "routes": dict(
