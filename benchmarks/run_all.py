@@ -96,7 +96,7 @@ def read_results(directory: Path, facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_script(script: str, flags: Sequence[str], directory: Path) -> dict[str, Any]:
-    """One benchmark's JSON, or {"error": ...} where it fails; its own words go to a log beside it."""
+    """One benchmark's JSON, or {"error": ...} where it fails; what it prints goes to a log next to it."""
     output, log = directory / f"{script}.part.json", directory / f"{script}.log"
     output.unlink(missing_ok=True)
     command = [sys.executable, "-m", f"benchmarks.{script}", *flags, "--output", str(output)]

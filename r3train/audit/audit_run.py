@@ -173,9 +173,8 @@ class _RunAudit:
         self._has_canaries: dict[str, bool] = {}  # by start
         self._rows_expected = 0
         self._replayed: Counter[str] = Counter()  # replayed rows by stream
-        self._agreement_counts: dict[int, Counter[str]] = (
-            {}
-        )  # by layer, see ``_Step.agreement_counts``
+        # by layer, see ``_Step.agreement_counts``
+        self._agreement_counts: dict[int, Counter[str]] = {}
         self._last: StepLine | None = None
 
     def audited(self, min_steps: int) -> Audit:

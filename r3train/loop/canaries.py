@@ -7,8 +7,8 @@ the noise of sound readings.  The first few of them, of --r3-canaries tokens tog
               all ranks: one pass of the actor with the servers' experts, and its own choice next to them
               rank 0: the verdict, its evidence; all ranks end where it failed
 
-With --pause-generation-mode in_place or retract servers are paused during the update.  There canaries are read right after it, beside
-generation.  With --colocate servers read them at the beginning of their turn, and the actor and the verdict follow in its next turn,
+With --pause-generation-mode in_place or retract servers are paused during the update.  There canaries are scored right after it,
+while generation goes on.  With --colocate servers read them at the beginning of their turn, and the actor and the verdict follow in its next turn,
 before it trains.
 
 Without --use-rollout-routing-replay there are no experts to compare: readings are log-probs alone, and the actor routes for itself.
@@ -117,9 +117,8 @@ class Canaries:
         )
         self.in_turns = self.config.rollout.colocate
         self._replays = self.config.replay.use_rollout_routing_replay
-        self._moe_layers = (
-            self.hf.moe_layer_numbers if self._replays else ()
-        )  # whose experts are compared
+        # layers whose experts are compared
+        self._moe_layers = self.hf.moe_layer_numbers if self._replays else ()
         self._unjudged: dict[int, list[CanaryScores]] = {}  # rank 0: scores not judged yet
         self._seconds = 0.0  # of servers, for these
         # rank 0: texts, the scores of each server, and those of a second reading
@@ -155,9 +154,8 @@ class Canaries:
         actor_log_probs, router = self._actor_reads(texts, reads, version)
         repeated, _ = self._actor_reads(texts, reads, version)
         # those of an update, in its pack: another one rounds otherwise, which would look like a move of the actor's
-        texts, kept_reads = texts[: self._count], {
-            s: scores[: self._count] for s, scores in reads.items()
-        }
+        texts = texts[: self._count]
+        kept_reads = {s: scores[: self._count] for s, scores in reads.items()}
         kept_log_probs, kept_router = self._actor_reads(texts, kept_reads, version, live=True)
         if self.rank_zero is not None:
             self._noise = self._measured(version, reads, again, actor_log_probs, repeated, router)
@@ -397,11 +395,8 @@ class Canaries:
         log_probs, router = {}, {}
         self._live.clear()
         for i in range(broadcast_json(len(groups))):
-            rows = (
-                [r.whole.rows if self._replays else None for r in reads[groups[i][0]]]
-                if groups
-                else []
-            )
+            scores = reads[groups[i][0]] if groups else []
+            rows = [s.whole.rows if self._replays else None for s in scores]
             found, by_own_routers, counts = self._pass(texts, rows, version, live)
             for server in groups[i] if groups else ():
                 log_probs[server], router[server] = found, counts

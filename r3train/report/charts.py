@@ -21,7 +21,7 @@ Points = Sequence[tuple[float, float]]  # (step, value)
 class ChartRow:
     """A row of the table: metrics of one unit over the steps.
 
-    keys: the first is drawn solid, the others dashed.  NAME stands for each evaluation set, which has a
+    keys: the first is a solid line, the others are dashed.  NAME stands for each evaluation set, which has a
     chart of its own, and N for the largest number that a run has.
     """
 

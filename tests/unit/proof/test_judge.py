@@ -164,12 +164,12 @@ def test_agreement_is_that_of_the_first_forwards_and_of_sampling_mask_there():
     assert shares["chance_equal"] == pytest.approx(1 / 28)
     # without an old-log-prob pass the train forward is the first
     calls = [c for c in right_step() if c.replay_pass == "train"]
-    of_routes = expected_calls((1, 2), 4, ("train",), (1,))
-    of_masks = expected_calls((OUTPUT,), 4, ("train",))
+    route_calls = expected_calls((1, 2), 4, ("train",), (1,))
+    mask_calls = expected_calls((OUTPUT,), 4, ("train",))
     verdict = judged(
         calls,
-        routes={"calls": of_routes, "rows_current": {"train": 80}},
-        masks={"calls": of_masks, "rows_current": {"train": 40}},
+        routes={"calls": route_calls, "rows_current": {"train": 80}},
+        masks={"calls": mask_calls, "rows_current": {"train": 40}},
     )
     assert verdict.passed and verdict.agreement["stale_equal"] == (90 - 40) / 60
 
