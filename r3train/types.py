@@ -352,7 +352,7 @@ class MicroBatch:
     rollout_log_probs: np.ndarray  # float32[F]
     advantages: np.ndarray  # float32[F]
     row_uids: np.ndarray  # int64[F], see ids.token_uids
-    row_versions: np.ndarray  # int32[F], see layout.microbatch.row_versions
+    row_versions: np.ndarray  # int32[F], see layout.microbatch.current_versions
     # int32[F], rollouts by which the weights that sampled the label were behind, else 0
     ages: np.ndarray
     # uint8 or uint16 [f, L, K], end to end [F, L, K]: the samples' own arrays; None without R3
@@ -420,11 +420,13 @@ class RankSlice:
     # uint8 or uint16 [m, l, K], in memory layer by layer; None without R3.  Staging fills padding rows
     routes: np.ndarray | None
     route_uids: np.ndarray  # int64[m], -1 = padding; the sequence-parallel share of token_uids
-    route_versions: np.ndarray  # int32[m], weights that computed the routes, -1 = not known
+    route_versions: (
+        np.ndarray
+    )  # int32[m], weights that computed the row and all before it, -1 = none
     # with rollout_top_k, on the last pipeline stage only: tokens among which the label was sampled
     mask_counts: np.ndarray | None = None  # int32[n], 0 for padding and labels that nobody drew
     mask_ids: np.ndarray | None = None  # int32[mask_counts.sum()], row after row
-    mask_versions: np.ndarray | None = None  # int32[n], weights that drew the label, -1 = not known
+    mask_versions: np.ndarray | None = None  # int32[n], as route_versions
     teacher_log_probs: np.ndarray | None = None  # float32[n], with --opd-type sglang
     ages: np.ndarray | None = None  # int32[n], see MicroBatch; None counts all rows as new
     row_classes: np.ndarray | None = None  # uint8[n], see MicroBatch; FILLED for padding

@@ -11,7 +11,7 @@ import re
 import resource
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -52,8 +52,9 @@ from r3train.proof.judge import (
     StepVerdict,
 )
 from r3train.proof.recheck_verdict import judge_recheck
-from r3train.proof.served_verdict import inconclusive, judge_served
-from r3train.proof.verdicts import NO_EVIDENCE
+from r3train.proof.served_verdict import inconclusive, judge_served, statistics_again
+from r3train.proof.suspicion import suspicion_texts, Suspicions
+from r3train.proof.verdicts import FAILED, NO_EVIDENCE, SUSPECT
 from r3train.proof.writer import (
     CUSTODY_FILE,
     EVIDENCE_DIR,
@@ -74,6 +75,7 @@ _APPLIED = ("fingerprint", "rows_recompute_differ")
 _APPLIED_FURTHER = ("duplicate_rows", "map_deviation")
 _AGAIN = "steps {} were trained again by a later start, and the latest time counts"
 _LOST = "records are missing of the first time that steps {} were trained"
+_SUSPECT = "at steps {} a statistic was suspect (docs/proof/r3.md): steps.jsonl has its sums"
 _STALE = (
     "at steps {} many rows of older weight versions share no expert with the trainer's own choice; the "
     "threshold judges only rows of the version that the actor holds"
@@ -176,6 +178,9 @@ class _RunAudit:
         # by layer, see ``_Step.agreement_counts``
         self._agreement_counts: dict[int, Counter[str]] = {}
         self._last: StepLine | None = None
+        # by start
+        self._suspicions: dict[str, Suspicions] = {}
+        self._suspicions_of_servers: dict[str, Suspicions] = {}
 
     def audited(self, min_steps: int) -> Audit:
         """The whole audit."""
@@ -243,7 +248,14 @@ class _RunAudit:
             trained = list(self._records_of_step(sessions, place))
             served = list(self._canaries_of(canaries, place))
             limit = line.mismatch_threshold if self._threshold is None else self._threshold
-            verdict = judge(totals, line, shape, mismatch_threshold=limit)
+            suspicions = self._suspicions.setdefault(
+                line.attempt, Suspicions(line.suspect_limit, line.calibrating)
+            )
+            verdict = judge(totals, line, shape, mismatch_threshold=limit, suspicions=suspicions)
+            if line.sampling is not None or compared:
+                missed = line.sampling.missed if line.sampling else 0
+                verdict = replace(verdict, sampling=judge_recheck(compared, missed, suspicions))
+            verdict = replace(verdict, custody=judge_custody(trained), served=judge_served(served))
             superseded = self._latest[line.step] != place
             self._add(_Step(line, superseded, totals, compared, trained, served, verdict))
         list(self._canaries_of(canaries, len(self._place_of) + 1))
@@ -264,6 +276,7 @@ class _RunAudit:
     def _canaries_of(self, file: StepReader, place: int) -> Iterator[ServedLine]:
         """Yield the canaries of the verdict at ``place``, and judge those of updates without one on their own."""
         for record_place, record in file.until(place, self._place_of):
+            record = self._added_up(record)
             if record_place == place:
                 yield record
             elif record_place:
@@ -281,6 +294,18 @@ class _RunAudit:
                         self.audit.notes.append(text)
                     else:
                         self.audit.find(finding)
+
+    def _added_up(self, record: ServedLine) -> ServedLine:
+        """Return a record with the sums that its values, and those of the records before it, add up to."""
+        suspicions = self._suspicions_of_servers.setdefault(
+            record.attempt, Suspicions(record.limit)
+        )
+        again = statistics_again(record, suspicions)
+        if record.statistics != again:
+            what = f"statistics of server {record.server} of the run's own verdict"
+            values = {"got": f"{record.statistics!s:.400}", "expected": f"{again!s:.400}"}
+            self.audit.find(Finding(SERVED, what, record.step, **values))
+        return replace(record, statistics=again)
 
     def _add_canaries(self, records: Sequence[ServedLine]) -> None:
         if not records:
@@ -344,20 +369,27 @@ class _RunAudit:
         )
         if verdict.stale_warning:
             self._steps_noted[_STALE].add(line.step)
+        if verdict.verdict == SUSPECT:
+            self._steps_noted[_SUSPECT].add(line.step)
+            parts = {"agreement": verdict, RECHECK: verdict.sampling, SERVED: verdict.served}
+            for claim, part in parts.items():
+                if part is not None and part.verdict == SUSPECT:
+                    self.audit.suspects.add(claim)
         if self._keep_steps:
-            passed = not findings and line.step not in self._failed_before
-            self.audit.steps.append(AuditedStep(line.step, passed))
+            failed = findings or line.step in self._failed_before
+            self.audit.steps.append(AuditedStep(line.step, FAILED if failed else verdict.verdict))
 
     def _add_rechecked(self, step: _Step) -> None:
         judged = [record for record in step.rechecked if record.noise is not None]
+        rows = [rows for record in judged for rows in (record.decoded, record.prefilled)]
         sums = {
             "samples": len({record.sample_id for record in judged}),
             "parts": len(judged),
             "missed": step.line.sampling.missed if step.line.sampling else 0,
-            "rows": sum(r.num_rows * len(r.rows_differ) for r in judged),
-            "rows_differ": sum(sum(r.rows_differ.values()) for r in judged),
+            "rows": sum(r.pairs for r in rows),
+            "rows_differ": sum(sum(r.differ.values()) for r in rows),
             "log_probs": sum(r.num_log_probs for r in judged),
-            "log_probs_differ": sum(r.log_probs_differ for r in judged),
+            "log_prob_off": sum(r.num_log_probs * r.log_prob_off for r in judged),
         }
         self._rechecked.update(sums)
 
@@ -442,6 +474,7 @@ class _RunAudit:
         if self._last is not None:
             audit.numbers = {
                 "steps": len(self._latest),
+                "suspect": len(self._steps_noted[_SUSPECT]),
                 "ranks": len(self._ranks),
                 **{f"rows_of_{name}": self._replayed[name] for name in STREAMS if name != ROUTES},
                 "rechecked": dict(self._rechecked),
@@ -507,11 +540,14 @@ def _findings(step: _Step) -> Iterator[Finding]:
                 yield step.failed(_claim_of(f), f)
         for place, (what, got, expected) in misaligned(step.totals, step.line):
             yield step.finding("agreement", what, *place, got=got, expected=expected)
-    for f in judge_recheck(step.rechecked, 0).failures:
-        yield step.failed(RECHECK, f)
-    if served := judge_served(step.canaries):
-        for text in served.failures:
-            yield step.finding(SERVED, text)
+    if sampling := step.verdict.sampling:
+        for f in sampling.failures:
+            yield step.failed(RECHECK, f)
+        for text in suspicion_texts(sampling.statistics, step.line.suspect_limit, "the step"):
+            if not sampling.failures and sampling.verdict == FAILED:
+                yield step.finding(RECHECK, text)
+    for text in step.verdict.served.failures if step.verdict.served else ():
+        yield step.finding(SERVED, text)
     for session in step.sessions:
         for text in ledger_problems(session):
             yield step.finding(CUSTODY, text)
@@ -524,14 +560,11 @@ def _contradictions(step: _Step, *, run_threshold: bool) -> Iterator[Finding]:
     """
     line, verdict = step.line, step.verdict
     claim = _claim_of(line.failures[0]) if line.failures else "applied"
-    sampling = None
-    if line.sampling is not None or step.rechecked:
-        sampling = judge_recheck(step.rechecked, line.sampling.missed if line.sampling else 0)
     parts = [
         (claim, "failures", [str(f) for f in line.failures], []),
-        (RECHECK, "sampling", line.sampling, sampling),
-        (CUSTODY, "custody", line.custody, judge_custody(step.sessions)),
-        (SERVED, "served", line.served, judge_served(step.canaries)),
+        (RECHECK, "sampling", line.sampling, verdict.sampling),
+        (CUSTODY, "custody", line.custody, verdict.custody),
+        (SERVED, "served", line.served, verdict.served),
     ]
     if not step.lost:
         parts.append(("covered", "counts", line.counts, verdict.counts))
@@ -540,6 +573,8 @@ def _contradictions(step: _Step, *, run_threshold: bool) -> Iterator[Finding]:
         parts.append(("agreement", "threshold_error", line.threshold_error, None))
     if run_threshold and not step.lost:
         parts.append(("agreement", "stale_warning", line.stale_warning, verdict.stale_warning))
+        parts.append(("agreement", "statistics", line.statistics, verdict.statistics))
+        parts.append(("agreement", "verdict", line.verdict, verdict.verdict))
     differ = [part for part in parts if part[2] != part[3]]
     if run_threshold and not line.passed and not differ:
         differ.append(("applied", "passed", False, True))

@@ -19,7 +19,7 @@ from r3train.audit.findings import CUSTODY, RECHECK, SERVED
 if TYPE_CHECKING:
     from r3train.audit.findings import Audit
 
-EXIT_CODES = {"passed": 0, "failed": 1, "no evidence": 3}
+EXIT_CODES = {"passed": 0, "suspect": 0, "failed": 1, "no evidence": 3}
 _SHOWN = 10
 # what Markdown would read as its own: a damaged record may say anything
 _MARKDOWN = re.compile(r"[\\|`*<\[]")
@@ -60,6 +60,7 @@ _CLAIM_WORDS = {
     is_flag=True,
     help="A failure at a step that a later start trained again is a note, and does not fail.",
 )
+@click.option("--strict", is_flag=True, help="Exit with 1 where a step was suspect.")
 def check_evidence(
     run_dir: Path,
     as_json: bool,
@@ -67,10 +68,11 @@ def check_evidence(
     threshold: float | None,
     min_steps: int | None,
     accept_superseded_failures: bool,
+    strict: bool,
 ) -> None:
     """Judge the R3 evidence of RUN_DIR again from its records.
 
-    Exit code: 0 passed, 1 failed (what and where is said), 3 no evidence, 2 wrong usage.
+    Exit code: 0 passed or suspect, 1 failed (what and where is said), 3 no evidence, 2 wrong usage.
     """
     from r3train.audit.audit_run import audit_run
 
@@ -102,7 +104,7 @@ def check_evidence(
             markdown.write_text(summary, encoding="utf-8")
     except OSError as error:
         raise click.UsageError(f"{plain(where)}: cannot write: {error.strerror}") from None
-    sys.exit(EXIT_CODES[audit.verdict])
+    sys.exit(1 if strict and audit.verdict == "suspect" else EXIT_CODES[audit.verdict])
 
 
 def headline(audit: Audit) -> str:
@@ -112,7 +114,9 @@ def headline(audit: Audit) -> str:
         return f"no evidence: {audit.reason}"
     if audit.verdict == "failed":
         return f"failed: {_amount(audit.num_findings, 'finding')}"
-    return f"passed: {_amount(n['steps'], 'step')}, {_amount(n['num_calls'], 'router call')}"
+    steps = f"{_amount(n['steps'], 'step')}, {_amount(n['num_calls'], 'router call')}"
+    suspect = f", suspect at {_amount(n['suspect'], 'step')}" if audit.verdict == "suspect" else ""
+    return f"{audit.verdict}: {steps}{suspect}"
 
 
 def claim_facts(audit: Audit) -> dict[str, str]:
@@ -150,8 +154,8 @@ def claim_facts(audit: Audit) -> dict[str, str]:
     if again["parts"]:
         facts[RECHECK] = (
             f"{_amount(again['samples'], 'sample')} rechecked: other experts in "
-            f"{again['rows_differ']:,} of {again['rows']:,} rows, {again['log_probs_differ']:,} of "
-            f"{again['log_probs']:,} log-probs off"
+            f"{again['rows_differ']:,} of {again['rows']:,} rows, log-probs "
+            f"{again['log_prob_off'] / max(again['log_probs'], 1):.2g} nats apart on average"
         )
     if a:
         facts["agreement"] = (

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Generic, TypeVar
+from typing import Annotated, Any, BinaryIO, Generic, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -34,6 +34,7 @@ from r3train.proof.judge import (
 )
 from r3train.proof.recheck_verdict import RecheckRecord
 from r3train.proof.served_verdict import ServedRecord
+from r3train.proof.suspicion import Statistic
 from r3train.types import Fingerprint, INDEXER, ReplayEvidence, ReplayPass, ROUTES
 
 _HEX = re.compile(r"0x[0-9a-f]{1,16}", re.ASCII)
@@ -83,14 +84,18 @@ class StepLine(StepExpectation, frozen=True, kw_only=True):
     version: int
     attempt: Attempt = ""
     passed: bool
+    verdict: Literal["passed", "suspect", "failed"]
     passes: Annotated[list[ReplayPass], Meta(min_length=1)]
     world_size: Annotated[int, Meta(ge=1, le=1 << 17)]
     num_experts: Annotated[int, Meta(ge=1, le=65535)]
     topk: Annotated[int, Meta(ge=1)]
     mismatch_threshold: Annotated[float, Meta(ge=0, le=1)]
+    suspect_limit: Annotated[float, Meta(ge=0)]
+    calibrating: Annotated[int, Meta(ge=0, le=1000)]
     check_interval: Annotated[int, Meta(ge=1)] = 1
     counts: dict[str, int]
     agreement: dict[str, float]
+    statistics: list[Statistic]
     failures: list[Failure]
     threshold_error: str | None
     stale_warning: str | None

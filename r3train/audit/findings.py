@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from r3train.proof.judge import place_name
-from r3train.proof.verdicts import FAILED, NO_EVIDENCE, PASSED
+from r3train.proof.verdicts import FAILED, NO_EVIDENCE, PASSED, SUSPECT
 from r3train.types import ROUTES
 
 RECHECK = "recheck"
@@ -51,12 +51,11 @@ class Finding:
 class AuditedStep:
     """One step that was trained and judged, as its records show it.
 
-    passed: no finding names the step, at no time that it was trained, and the run's own verdict
-    passed.
+    verdict: failed where a finding names the step, at any time that it was trained, or the run's own verdict failed.
     """
 
     rollout_id: int
-    passed: bool
+    verdict: str
 
 
 @dataclass
@@ -78,6 +77,7 @@ class Audit:
     agreement: dict[str, float] = field(default_factory=dict)
     layer_agreement: dict[int, float] = field(default_factory=dict)
     steps: list[AuditedStep] = field(default_factory=list)
+    suspects: set[str] = field(default_factory=set)  # claims of which a step was suspect
 
     def find(self, finding: Finding) -> None:
         """Add a finding: its claim fails."""
@@ -97,15 +97,15 @@ class Audit:
         elif reason:
             self.reason = reason
         else:
-            self.verdict = PASSED
+            self.verdict = SUSPECT if self.suspects else PASSED
         for claim in shown:
             if self.claims[claim] != FAILED:
-                self.claims[claim] = PASSED
+                self.claims[claim] = SUSPECT if claim in self.suspects else PASSED
 
     def to_json(self) -> dict[str, Any]:
         """Plain values only; findings carry their place in words too."""
         out = asdict(self)
-        del out["steps"]
+        del out["steps"], out["suspects"]
         out["findings"] = [{**asdict(f), "where": f.where()} for f in self.findings]
         return out
 

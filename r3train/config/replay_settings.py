@@ -90,7 +90,7 @@ class ReplaySection(Section):
     """With the check on: calls writes a record and two log lines of every router call; summed
     writes one for all calls of a rank, pass and layer in a step, and every call where anything is wrong."""
     r3_mismatch_threshold: float = Field(default=1e-2, ge=0, le=1)
-    """The check fails if a larger share of rows has no expert in common with the trainer's own choice.
+    """A larger share of rows that have no expert in common with the trainer's own choice is suspect (r3_suspect_limit).
     Rows of the actor's own weight version count; a larger share of staler rows is a warning."""
     r3_recheck_share: float = Field(default=0.01, ge=0, le=1)
     """With the check on: share of a rollout's samples, at least one, that their servers compute again,
@@ -99,6 +99,10 @@ class ReplaySection(Section):
     """With the check on, or --check-weight-update-equal: tokens of fixed texts, two at least, that every server and
     the actor score after every weight update, before a rollout is sent; the run ends where they disagree (docs/proof/r3.md).
     0 is off."""
+    r3_suspect_limit: float = Field(default=5.0, ge=0)
+    """With the check on: a statistic of the proof that stays above twice the usual is suspect, with a warning for each
+    step, and ends the run when its suspicion, which grows by 1 a step at most, reaches this.  0: never; with ci_test 1.
+    What is exact ends the run at once (docs/proof/r3.md)."""
     log_route_drift: Annotated[
         bool, requires("use_rollout_routing_replay: there is nothing to drift away from")
     ] = False

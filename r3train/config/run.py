@@ -148,6 +148,11 @@ class RunConfig(Section):
         return {"float": "float32", "half": "float16"}.get(str(own), str(own))
 
     @property
+    def suspect_limit(self) -> float:
+        """r3_suspect_limit; with ci_test the first suspect step fails."""
+        return 1.0 if self.trainer.ci_test else self.replay.r3_suspect_limit
+
+    @property
     def canaries(self) -> int:
         """r3_canaries; 0 without the R3 check or check_weight_update_equal, and where servers cannot say what the actor says.
 

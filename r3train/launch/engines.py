@@ -321,9 +321,9 @@ class Engines(RolloutFleet):
         version: int,
         *,
         halves: int,
-        at_once: bool,
+        at_once: int,
     ) -> dict[int, list[CanaryScores]]:
-        """Let every server in use score texts, one after the other or all ``at_once``; {server: of each text}.
+        """Let every server in use score texts, ``at_once`` at a time; {server: of each text}.
 
         keys: the cache key of each text; halves: so many of the first texts are also read from the middle.  A server that does not hold ``version`` is not in use.
         """
@@ -341,11 +341,8 @@ class Engines(RolloutFleet):
             )
 
         def server_scores(server: int) -> list[CanaryScores]:
-            places = [(server, i) for i in range(len(texts))]
-            if not at_once:
-                return list(map(read, places))
-            with ThreadPoolExecutor(len(places)) as pool:
-                return list(pool.map(read, places))
+            with ThreadPoolExecutor(at_once) as pool:
+                return list(pool.map(read, [(server, i) for i in range(len(texts))]))
 
         with ThreadPoolExecutor(len(servers)) as pool:
             return dict(zip(servers, pool.map(server_scores, servers), strict=True))

@@ -48,7 +48,7 @@ def build_microbatch(
     """Concatenate samples into row-aligned streams and lay them out.
 
     ``route_shape`` is None without R3; ``tp_size`` 1 without sequence parallelism; for
-    ``fresh_prefixes`` see ``row_versions``; ``sampling_mask`` is True where log-probs are those among the
+    ``fresh_prefixes`` see ``current_versions``; ``sampling_mask`` is True where log-probs are those among the
     tokens that sampling kept; ``teacher`` where samples carry a teacher's log-probs; ``index_topk`` where the
     choices of an indexer are replayed; ages are those in rollout ``rollout_id``.
     Raises ValueError naming the sample whose routes, sampling masks, indexer's choices or teacher's log-probs are absent
@@ -90,7 +90,7 @@ def build_microbatch(
             [token_uids(s.sample.sample_id, s.sample.num_tokens) for s in samples], np.int64
         ),
         row_versions=flat(
-            [row_versions(s.sample, fresh_prefixes=fresh_prefixes) for s in samples], np.int32
+            [current_versions(s.sample, fresh_prefixes=fresh_prefixes) for s in samples], np.int32
         ),
         ages=np.where(versions < 0, 0, rollout_id - versions).clip(min=0).astype(np.int32),
         routes=routes,
@@ -208,6 +208,16 @@ def row_versions(sample: RolloutSample, *, fresh_prefixes: bool = True) -> np.nd
     last = len(versions) - 1
     version_rows = np.where(versions >= 0, np.arange(len(versions)), last)
     return versions[np.minimum.accumulate(version_rows[::-1])[::-1]]
+
+
+def current_versions(sample: RolloutSample, *, fresh_prefixes: bool = True) -> np.ndarray:
+    """Find the weight version that computed each row and all rows before it, int32[T], -1 where there is none.
+
+    A row behind one of other weights was computed from keys and values that the actor, which holds one version, does
+    not compute.  fresh_prefixes: as ``row_versions`` takes it.
+    """
+    versions = row_versions(sample, fresh_prefixes=fresh_prefixes)
+    return np.where(np.maximum.accumulate(versions != versions[0]), np.int32(-1), versions)
 
 
 def rows_never_computed(sample: RolloutSample) -> int:

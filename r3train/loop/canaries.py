@@ -1,7 +1,8 @@
 """Canaries: fixed texts that every server and the actor score after every weight update (the claim *served*).
 
-At the start of a run 8 texts are made and read, with the weights that servers and actor begin with: this measures
-the noise of sound readings.  The first few of them, of --r3-canaries tokens together, are the canaries.
+At every start 8 texts are made and read, with the weights that servers and actor begin with, alone, four and eight at
+once: this measures the noise of sound readings.  The first few of them, of --r3-canaries tokens together, are the canaries; a
+checkpoint keeps these, and what the first start read of them.
 
     update    rank 0: every server reads each canary, and one of them twice more for its cache, before a rollout is sent
               all ranks: one pass of the actor with the servers' experts, and its own choice next to them
@@ -22,6 +23,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, KW_ONLY
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,14 +46,16 @@ from r3train.loop.fleet import RankZero
 from r3train.loop.prepare import build_microbatches, deal_samples
 from r3train.proof.judge import Served, StepTotals
 from r3train.proof.served_verdict import (
-    Before,
     CanaryNoise,
     compare_servers,
+    Difference,
     difference,
     judge_served,
+    MOST_MEAN,
     ServedRecord,
     ServerRead,
 )
+from r3train.proof.suspicion import Suspicions
 from r3train.proof.writer import EvidenceWriter
 from r3train.types import CanaryScores, Prompt, RankTopology, RolloutSample, Scores, TrainSample
 
@@ -63,6 +67,11 @@ logger = logging.getLogger(__name__)
 CANARY_FILE = "canaries.safetensors"  # of a checkpoint
 _FORMAT = "r3train-canaries-1"
 _NOISE_TEXTS = 8
+_BATCHES = (1, 1, 4, 8)  # texts that a server reads at once, in the readings of the start
+# a mean that cannot be told from none, in nats
+_LEAST_MEAN, _LEAST_MEAN_HALF = 1e-6, 1e-3
+# so many times the noise of the checkpoint's machine is said
+_OTHER_MACHINE = 4.0
 _FEWEST, _LONGEST = 2, 512  # canaries, and tokens of one
 # canaries by which EARLY and WARM try a server's cache: it is flushed as a whole
 _HALVED = 1
@@ -104,7 +113,11 @@ class Canaries:
         self._texts: list[np.ndarray] = []
         self._cached: list[int] = []  # tokens of each second reading, at the start
         self._noise: CanaryNoise | None = None
-        self._before: Before | None = None  # of the last version that passed
+        self._noise_before: float | None = (
+            None  # gap_mean of the start that the checkpoint tells of
+        )
+        self._suspicions = Suspicions(self.config.suspect_limit)
+        self._are_twins = True  # servers were never restarted
         self._first: dict[int, ServerRead] = {}  # at the start, by server
         self._last: dict[int, ServerRead] = {}
         self._live: dict[int, list[np.ndarray]] = {}  # the actor by its own routers, by server
@@ -121,48 +134,46 @@ class Canaries:
         self._moe_layers = self.hf.moe_layer_numbers if self._replays else ()
         self._unjudged: dict[int, list[CanaryScores]] = {}  # rank 0: scores not judged yet
         self._seconds = 0.0  # of servers, for these
-        # rank 0: texts, the scores of each server, and those of a second reading
-        self._begun: tuple[list[np.ndarray], *[dict[int, list[CanaryScores]]] * 2] | None = None
+        # rank 0: texts, and the scores of each server in the readings of the start
+        self._begun: tuple[list[np.ndarray], list[dict[int, list[CanaryScores]]]] | None = None
         path = self.resumed and self.resumed / CANARY_FILE
         if path is not None and self._replays and path.exists():
             self._read(path)
-            self.ready = True
 
     # -- the start ---------------------------------------------------------------------------
 
     def begin(self, version: int) -> None:
-        """Make the texts and measure the noise, while servers and actor hold the run's first weights.
-
-        No-op where a checkpoint holds them.
-        """
-        if self.ready:
-            return
+        """Make the texts and measure the noise, while servers and actor hold the weights that this start begins with."""
         with rank_zero_alone():
             if self.rank_zero is not None:
-                fleet = self.rank_zero.engines
-                texts = fleet.canary_texts(max(_NOISE_TEXTS, self._count), self._longest)
-                reads = self._ask(texts, version)
-                again = self._ask(texts, version, batched=self.beside_generation, once_more=True)
-                self._begun = texts, reads, again
+                texts = list(self._texts)
+                more = max(_NOISE_TEXTS, self._count) - len(texts)
+                if more > 0:
+                    texts += self.rank_zero.engines.canary_texts(more, self._longest)
+                readings = [
+                    self._ask(texts, version, at_once=at_once, reading=i)
+                    for i, at_once in enumerate(_BATCHES)
+                ]
+                self._begun = texts, readings
         if not self.in_turns:
             self._measure(version)
 
     def _measure(self, version: int) -> None:
         """Let the actor score the texts of the start; raises NotServed."""
-        (texts, reads, again), failed = self._begun or ([], {}, {}), ""
-        self._begun = None
+        (texts, readings), failed = self._begun or ([], [{}]), ""
+        reads, self._begun = readings[0], None
         actor_log_probs, router = self._actor_reads(texts, reads, version)
         repeated, _ = self._actor_reads(texts, reads, version)
         # those of an update, in its pack: another one rounds otherwise, which would look like a move of the actor's
-        texts = texts[: self._count]
-        kept_reads = {s: scores[: self._count] for s, scores in reads.items()}
+        texts = self._texts or texts[: self._count]
+        kept_reads = {s: scores[: len(texts)] for s, scores in reads.items()}
         kept_log_probs, kept_router = self._actor_reads(texts, kept_reads, version, live=True)
         if self.rank_zero is not None:
-            self._noise = self._measured(version, reads, again, actor_log_probs, repeated, router)
+            self._noise = self._measured(version, readings, actor_log_probs, repeated, router)
             self._texts = texts
             self._cached = [r.warm.cached_tokens for r in next(iter(kept_reads.values()))[:_HALVED]]
             failed = self._judge(version, kept_reads, kept_log_probs, kept_router)
-            self._first = dict(self._last)
+            self._first = self._first or dict(self._last)
             self._say_what_they_show(version)
         self.ready = True
         self._end_if(failed, version, {})
@@ -170,35 +181,47 @@ class Canaries:
     def _measured(
         self,
         version: int,
-        reads: dict[int, list[CanaryScores]],
-        again: dict[int, list[CanaryScores]],
+        readings: list[dict[int, list[CanaryScores]]],
         actor_log_probs: dict[int, list[np.ndarray]],
         repeated: dict[int, list[np.ndarray]],
         router: dict[int, tuple[int, int]],
     ) -> CanaryNoise:
-        """Rank 0: the noise of readings, and of passes of the actor, that were made twice."""
-        family, bf16 = FAMILIES[self.hf.model_type], self.config.model.bf16
+        """Rank 0: the noise of readings and of passes of the actor, from those that were made several times."""
+        family, reads = FAMILIES[self.hf.model_type], readings[0]
         gaps = np.concatenate(
             [ServerRead(version, s, reads[s], actor_log_probs[s]).gaps() for s in reads]
         )
-        pairs = [pair for s in reads for pair in zip(reads[s], again[s], strict=True)]
-        twice = [(a.early, b.early) for a, b in pairs[:_HALVED]]
-        twice += [(a.whole, b.whole) for a, b in pairs]
+        leader = next(iter(reads))
+        again, *batches = ([self._apart(reads[s], of[s]) for s in reads] for of in readings[1:])
+        batches = list(chain.from_iterable(batches))
+        if self.beside_generation:  # updates read canaries in batches with other requests
+            again += batches
+        twins = [self._apart(reads[leader], reads[s]) for s in reads]
         actor_pairs = [
             pair for s in reads for pair in zip(actor_log_probs[s], repeated[s], strict=True)
         ]
-        gap_floor = family.log_prob_gap if family.served_in_less and not bf16 else 0.0
+        float32 = self.config.server_dtype == "float32" and not self.config.model.bf16
+        gap_floor = family.log_prob_gap if family.served_in_less and float32 else 0.0
         if not self._replays:
             gap_floor = _GAP_OF_OTHER_EXPERTS
         return CanaryNoise(
-            repeat=difference(twice, self._moe_layers),
+            repeat=max(again, key=_size),
+            batches=max(batches, key=_size),
+            twins=max(twins, key=_size),
             gap_mean=float(gaps.mean()),
             gap_max=float(gaps.max()),
             gap_floor=gap_floor,
+            least_mean=_LEAST_MEAN if float32 else _LEAST_MEAN_HALF,
             actor_repeat=max(float(np.abs(a - b).max()) for a, b in actor_pairs),
             rows=sum(rows for rows, _ in router.values()),
             rows_left=sum(left for _, left in router.values()),
         )
+
+    def _apart(self, some: list[CanaryScores], others: list[CanaryScores]) -> Difference:
+        """The difference of two readings of the same texts."""
+        pairs = list(zip(some, others, strict=True))
+        twice = [(a.early, b.early) for a, b in pairs[:_HALVED]]
+        return difference(twice + [(a.whole, b.whole) for a, b in pairs], self._moe_layers)
 
     @property
     def _longest(self) -> int:
@@ -231,6 +254,20 @@ class Canaries:
             f"{coverage.tokens_used / coverage.vocabulary:.0%} of the vocabulary; servers repeat themselves {repeats}, and are"
             f" {noise.gap_mean:.2g} nats from the actor on average"
         )
+        if noise.gap_mean > MOST_MEAN:
+            gap = FAMILIES[self.hf.model_type].log_prob_gap
+            self.rank_zero.display.note(
+                f"canaries: {noise.gap_mean:.2g} nats on average are seldom rounding (of {self.hf.model_type} at most {gap:g} in"
+                " float32): compare the weights with --check-weight-update-equal",
+                style="yellow",
+            )
+        before = self._noise_before
+        if before is not None and noise.gap_mean > _OTHER_MACHINE * max(before, noise.least_mean):
+            self.rank_zero.display.note(
+                f"canaries: servers and actor are {noise.gap_mean:.2g} nats apart on average, and were {before:.2g} where the"
+                " checkpoint was begun: another machine, or other weights",
+                style="yellow",
+            )
 
     # -- an update ---------------------------------------------------------------------------
 
@@ -282,24 +319,19 @@ class Canaries:
             self._settle(version)
 
     def _ask(
-        self,
-        texts: Sequence[np.ndarray],
-        version: int,
-        *,
-        batched: bool = False,
-        once_more: bool = False,
+        self, texts: Sequence[np.ndarray], version: int, *, at_once: int = 1, reading: int = 0
     ) -> dict[int, list[CanaryScores]]:
-        """Rank 0: every server's readings.
+        """Rank 0: every server's readings, of ``at_once`` texts at a time.
 
-        Each text has a key of its own, the same under all versions where an update must flush the cache.
-        once_more: under other keys, so that nothing is cached.
+        Each text has a key of its own, the same under all versions where an update must flush the cache, and others in
+        each ``reading`` of a version, so that nothing is cached.
         """
-        name = self._name + ("-again" if once_more else "")
+        name = self._name + (f"-{reading}" if reading else "")
         if not self.config.rollout.fresh_prefixes:
             name += f"-{version}"
         keys = [f"{name}-{i}" for i in range(len(texts))]
         return self.rank_zero.engines.read_canaries(
-            texts, keys, version, halves=_HALVED, at_once=batched
+            texts, keys, version, halves=_HALVED, at_once=at_once
         )
 
     def _judge(
@@ -318,9 +350,7 @@ class Canaries:
             earlier = [r for r in (last, first) if r is not None and r.version < version]
             if len(earlier) == 2 and earlier[0].version == earlier[1].version:
                 del earlier[1]
-            twins = [now[leader]] if server != leader else []
-            if last is not None and last.version == version:  # it was restarted
-                twins.append(last)
+            twins = [now[leader]] if server != leader and self._are_twins else []
             records.append(
                 compare_servers(
                     read,
@@ -330,7 +360,7 @@ class Canaries:
                     cached=self._cached,
                     router=router[server],
                     noise=self._noise,
-                    before=self._before or Before.from_records(self._noise),
+                    suspicions=self._suspicions,
                     moe_layers=self._moe_layers,
                     num_experts=self.hf.num_experts,
                     vocab_size=self.hf.vocab_size,
@@ -343,8 +373,8 @@ class Canaries:
         if self.evidence is not None:
             self.evidence.write_served(records)
         verdict = judge_served(records)
-        if not verdict.failures:
-            self._before = Before.from_records(self._noise, records)
+        for text in verdict.suspects:
+            logger.warning("suspect: %s", text)
         for text in verdict.failures[1:]:
             logger.error("%s", text)
         if verdict.inconclusive:
@@ -358,6 +388,10 @@ class Canaries:
         failed = broadcast_json(failed)
         if failed:
             raise NotServed(f"not served: {failed}", version, metrics)
+
+    def restarted(self) -> None:
+        """Note that servers were restarted, perhaps on other machines: their bits may be others from now on."""
+        self._are_twins = False
 
     @property
     def last_reads(self) -> list[tuple[ServerRead, list[np.ndarray] | None]]:
@@ -478,7 +512,6 @@ class Canaries:
             "version": server.version,
             "server": server.server,
             "noise": asdict(self._noise),
-            "before": asdict(self._before or Before.from_records(self._noise)),
         }
         (directory / CANARY_FILE).write_bytes(
             save(tensors, {"format": _FORMAT, "facts": json.dumps(facts)})
@@ -497,8 +530,7 @@ class Canaries:
                 raise ValueError(f"its format is {got!r}, expected {_FORMAT!r}")
             facts = json.loads(header["__metadata__"]["facts"])
             self._cached = msgspec.convert(facts["cached"], list[int])[:_HALVED]
-            self._noise = msgspec.convert(facts["noise"], CanaryNoise)
-            self._before = msgspec.convert(facts["before"], Before)
+            self._noise_before = msgspec.convert(facts["noise"]["gap_mean"], float)
             numbers = range(sum(name.startswith("text.") for name in tensors))
             self._texts = [tensors[f"text.{i}"] for i in numbers]
 
@@ -522,6 +554,10 @@ class Canaries:
             raise ValueError(f"{path}: not a whole file of canaries: {error}") from None
 
 
+def _size(difference: Difference) -> tuple[int, float]:
+    return difference.rows_differ, difference.log_prob_off
+
+
 def _is_live(version: int) -> bool:
     """True if the actor also scores the canaries of a version by its own routers."""
     return version % _LIVE_EVERY == 0
@@ -533,6 +569,7 @@ def served_metrics(records: Sequence[ServedRecord]) -> dict[str, Any]:
     rows = sum(record.rows for record in records)
     return {
         "served/passed": not verdict.failures,
+        "served/suspect": max(s.sum for record in records for s in record.statistics),
         "served/inconclusive": verdict.inconclusive,
         "served/gap_mean": max(record.gap_mean for record in records),
         "served/gap_max": max(record.gap_max for record in records),

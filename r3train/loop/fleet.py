@@ -56,9 +56,9 @@ class RolloutFleet:
         version: int,
         *,
         halves: int,
-        at_once: bool,
+        at_once: int,
     ) -> dict[int, list[CanaryScores]]:
-        """Let every server that holds ``version`` score texts, each with its cache key."""
+        """Let every server that holds ``version`` score texts, each with its cache key, ``at_once`` at a time."""
         raise AssertionError("there is no server")
 
     def route_wire_bytes(self) -> int:

@@ -23,7 +23,12 @@ from r3train.config.algorithm_settings import AlgorithmSection
 from r3train.config.cross_checks import replayed_index_topk
 from r3train.config.hf_facts import HfModelFacts
 from r3train.layout.bins import assign_microbatches, pack_bins
-from r3train.layout.microbatch import build_microbatch, row_versions, rows_never_computed
+from r3train.layout.microbatch import (
+    build_microbatch,
+    current_versions,
+    row_versions,
+    rows_never_computed,
+)
 from r3train.layout.provenance import classes_of_tokens, count_rows
 from r3train.loop.recorded import (
     decoded_indexer,
@@ -222,13 +227,13 @@ def build_microbatches(
 def _rows_current(
     rollout_id: int, versions: Sequence[np.ndarray], config: RunConfig, passes: Sequence[str]
 ) -> dict[str, int]:
-    """Count for each pass the rows that the actor's own weights computed, or drew.
+    """Count for each pass the rows that the actor's own weights computed, with all rows before them.
 
-    versions: those of each sample's rows.  The actor holds weight version ``rollout_id`` in an
+    versions: those of each sample's rows (``current_versions``).  The actor holds weight version ``rollout_id`` in an
     old-log-prob pass and in the first optimizer step.  After that step it holds weights that no server
     ever held.
     """
-    sample_counts = [int((row_versions == rollout_id).sum()) for row_versions in versions]
+    sample_counts = [int((sample_versions == rollout_id).sum()) for sample_versions in versions]
     first_step = len(versions) // config.steps_per_rollout
     counts = {"old_log_prob": sum(sample_counts), "train": sum(sample_counts[:first_step])}
     return {replay_pass: counts.get(replay_pass, 0) for replay_pass in passes}
@@ -325,7 +330,9 @@ def step_expectation(
     """
     bare = [scored.sample for scored in samples]
     num_rows = sum(sample.num_tokens for sample in bare)
-    versions = [row_versions(s, fresh_prefixes=config.rollout.fresh_prefixes) for s in bare]
+    fresh = config.rollout.fresh_prefixes
+    versions = [row_versions(s, fresh_prefixes=fresh) for s in bare]
+    current = [current_versions(s, fresh_prefixes=fresh) for s in bare]
     unknown = [rows_never_computed(sample) for sample in bare]
     num_ranks = topologies[0].dp_size
     # a layer is called once per microbatch on each rank of its stage
@@ -353,16 +360,16 @@ def step_expectation(
             fingerprints[stream] = dict(zip(layers, local.tolist()))
 
     recomputed = recomputed_moe_layers(config.parallel, config.model, hf)
-    expect(ROUTES, recorded, versions, sum(unknown), set(recomputed))
+    expect(ROUTES, recorded, current, sum(unknown), set(recomputed))
     if config.rollout.replays_sampling_mask:
-        sampled = [s.weight_versions[s.mask_counts > 0] for s in bare]
+        sampled = [v[:-1][s.mask_counts[1:] > 0] for v, s in zip(current, bare)]
         expect(SAMPLING_MASK, recorded_sampling_mask(samples, steps, num_ranks), sampled, None)
     if (topk := replayed_index_topk(config, hf)) is not None:
         chosen = recorded_indexer(samples, steps, num_ranks, hf.num_hidden_layers)
         # rows 0..K-1, of which every token is chosen, and rows that were never computed
         implied = sum(min(topk, s.num_tokens - n) + n for s, n in zip(bare, unknown))
         again = layers_with_recomputed("core_attn", config.parallel, config.model, hf)
-        expect(INDEXER, chosen, versions, implied, set(again))
+        expect(INDEXER, chosen, current, implied, set(again))
     return StepExpectation(
         step=rollout_id,
         streams=streams,

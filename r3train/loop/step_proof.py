@@ -17,12 +17,13 @@ from r3train.loop.canaries import Canaries
 from r3train.loop.prepare import Prepared
 from r3train.loop.rollout_source import RolloutSource
 from r3train.loop.route_transport import Routes
-from r3train.proof.verdicts import FAILED, PASSED
+from r3train.proof.verdicts import FAILED, NO_EVIDENCE, PASSED, SUSPECT
 from r3train.proof.judge import StepVerdict
 from r3train.proof.live import prove_step
 from r3train.proof.custody_verdict import CustodyRecord
 from r3train.proof.recheck_verdict import compare_rollout, log_probs_twice, RecheckRecord
 from r3train.proof.served_verdict import ServerRead
+from r3train.proof.suspicion import CALIBRATING, Statistic, Suspicions
 from r3train.proof.writer import EvidenceWriter
 from r3train.types import is_checked
 
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from r3train.trainer.megatron.actor import MegatronActor
 
 logger = logging.getLogger(__name__)
+
+_SAID_WITHOUT_RECHECK = 3
 
 
 @dataclass(eq=False)
@@ -48,6 +51,9 @@ class StepProof:
 
     def __post_init__(self) -> None:
         self._start: int | None = None  # the first rollout that was asked about
+        calibrating = 0 if self.config.trainer.ci_test else CALIBRATING
+        self._suspicions = Suspicions(self.config.suspect_limit, calibrating)
+        self._without_recheck = 0  # rollouts running, of which no comparison was judged
         # rank 0: log-probs of the last judged step's rechecked tokens, as delivered and computed again
         self._twice: tuple[np.ndarray, np.ndarray] | None = None
 
@@ -77,17 +83,32 @@ class StepProof:
             self.hf.route_shape,
             passes=self.config.replay_passes,
             mismatch_threshold=self.config.replay.r3_mismatch_threshold,
+            suspicions=self._suspicions,
             check_interval=self.config.replay.r3_check_interval,
             rechecked=rechecked,
             missed=missed,
             custody=self._custody(rollout_id, prepared),
             served=self.canaries and self.canaries.served(rollout_id),
         )
-        if (
-            verdict is not None and verdict.stale_warning
-        ):  # a policy that learns fast; check-evidence counts it
-            logger.info(verdict.stale_warning)
+        if verdict is not None:
+            self._say(verdict)
         return verdict
+
+    def _say(self, verdict: StepVerdict) -> None:
+        """Rank 0: log what is suspect, or lacks evidence."""
+        for text in verdict.suspects:
+            logger.warning("suspect: %s", text)
+        if verdict.stale_warning:  # a policy that learns fast; check-evidence counts it
+            logger.info(verdict.stale_warning)
+        if verdict.sampling is not None:
+            lacks = verdict.sampling.verdict == NO_EVIDENCE
+            self._without_recheck = self._without_recheck + 1 if lacks else 0
+            if self._without_recheck and self._without_recheck % _SAID_WITHOUT_RECHECK == 0:
+                logger.warning(
+                    "recheck: no evidence in %d rollouts running: no sample was computed again in time"
+                    " (--r3-recheck-share)",
+                    self._without_recheck,
+                )
 
     def gap_metrics(self, metrics: Mapping[str, Any]) -> dict[str, float]:
         """Rank 0: split the gap of a step, which has ``metrics``, after ``judge`` if that is due."""
@@ -165,9 +186,11 @@ def replay_metrics(verdict: StepVerdict) -> dict[str, Any]:
     """Return a verdict's numbers under ``r3/`` and ``r3_audit/``."""
     metrics: dict[str, Any] = {f"r3/{name}": value for name, value in verdict.counts.items()}
     metrics["r3/passed"] = verdict.passed
+    metrics["agreement/suspect"] = _largest_sum(verdict.statistics)
     if verdict.sampling is not None:
-        judged = {PASSED: True, FAILED: False}
+        judged = {PASSED: True, SUSPECT: True, FAILED: False}
         metrics["r3_audit/passed"] = judged.get(verdict.sampling.verdict)
+        metrics["recheck/suspect"] = _largest_sum(verdict.sampling.statistics)
         metrics["r3_audit/parts"] = verdict.sampling.parts
         metrics["r3_audit/missed"] = verdict.sampling.missed
     if verdict.custody is not None:
@@ -175,3 +198,7 @@ def replay_metrics(verdict: StepVerdict) -> dict[str, Any]:
     for name, value in verdict.agreement.items():
         metrics["r3/agreement" if name == "equal" else f"r3/agreement_{name}"] = value
     return metrics
+
+
+def _largest_sum(statistics: Sequence[Statistic]) -> float:
+    return max((s.sum for s in statistics), default=0.0)

@@ -98,6 +98,8 @@ class WeightUpdate:
             if self.stage is not None:
                 self.stage.reconnect()
             self._servers_hold_base = False  # a new one has the checkpoint's
+            if self.canaries is not None:
+                self.canaries.restarted()
             # new servers have nothing in flight; waiting requests are sent afterwards
             metrics, failure = self._serve(weight_version, nullcontext())
             if not self.recovery.needed(failure):

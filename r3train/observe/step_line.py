@@ -87,6 +87,10 @@ def _r3(metrics: Mapping[str, Any]) -> Text:
     # without the check a step says nothing of replay, which may be on
     passed = metrics.get("r3/passed")
     verdict = "unchecked" if passed is None else "ok" if passed in (True, 1) else "FAILED"
+    # 1 is suspect
+    sums = [metrics.get(f"{claim}/suspect") or 0 for claim in ("agreement", "recheck", "served")]
+    if verdict == "ok" and max(sums) >= 1:
+        verdict = "suspect"
     return Text.assemble(("R3 ", "dim"), (verdict, verdict_style(verdict)))
 
 

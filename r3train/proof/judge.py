@@ -16,6 +16,8 @@ import msgspec
 import numpy as np
 
 from r3train.proof.controls import beaten_by
+from r3train.proof.suspicion import ROWS_OF_NOTHING, Statistic, suspicion_texts, Suspicions
+from r3train.proof.verdicts import FAILED, PASSED, SUSPECT
 from r3train.routing.agreement import chance_levels
 from r3train.types import (
     Amount,
@@ -35,7 +37,7 @@ from r3train.types import (
 )
 
 # Of the files in evidence/; files of another version are refused.
-EVIDENCE_VERSION = 2
+EVIDENCE_VERSION = 3
 STAGES: tuple[str, ...] = get_args(ReplayStage)
 STREAMS: tuple[str, ...] = get_args(StreamName)
 FORWARD, BACKWARD = STAGES
@@ -89,6 +91,8 @@ _BEFORE_MAP = attrgetter(*COUNTS[: COUNTS.index("map_deviation")])
 _AFTER_MAP = attrgetter(*COUNTS[COUNTS.index("map_deviation") + 1 :])
 _FINGERPRINT = COUNTERS.index("fingerprint")
 _MASK = (1 << 64) - 1
+# Among so many rows half of chance's share without a common expert is no rounding.  Other streams have no chance level.
+_GROSS_ROWS, _GROSS, _GROSS_OF_OTHERS, _GROSS_THRESHOLDS = 32, 0.5, 0.5, 10
 
 
 def native(passes: Collection[str]) -> str:
@@ -315,14 +319,15 @@ class Failure:
 class Sampling:
     """Samples that their servers rechecked (see ``rechecked``).
 
-    verdict: passed, failed or no evidence; parts: comparisons that were judged; missed: chosen
-    samples without one.
+    verdict: passed, suspect, failed or no evidence; parts: comparisons that were judged; missed: chosen
+    samples without one; failures: of exact tests; statistics: of the step, on each server.
     """
 
     verdict: str
     parts: Amount
     missed: Amount
     failures: list[Failure]
+    statistics: list[Statistic] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -342,9 +347,9 @@ class Custody:
 class Served:
     """The canaries of one weight version on all servers (see ``served_verdict``).
 
-    verdict: passed or failed; servers: readings of all canaries, several of a server that was restarted;
+    verdict: passed, suspect or failed; servers: readings of all canaries, several of a server that was restarted;
     inconclusive: comparisons by which no server could be seen to move, because the actor hardly did; decided_by: the first
-    test that failed.
+    test that failed; suspects: lines of the statistics that may fail if they stay as they are.
     """
 
     verdict: str
@@ -352,14 +357,16 @@ class Served:
     inconclusive: Amount
     decided_by: str
     failures: list[str]
+    suspects: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class StepVerdict:
     """The outcome of one step.
 
-    counts: ``COUNTS`` and calls of routers over all passes and layers.  above_threshold: current rows without a
-    common expert, where there are more than may be; ``expected`` is the most.  stale_warning: where
+    counts: ``COUNTS`` and calls of routers over all passes and layers.  statistics: the share of current rows without a
+    common expert, of each stream; limit: of their sums.  threshold_error: the place that is farthest above the threshold,
+    where a sum has reached the limit or the place is gross.  above_threshold: the same as a failure.  stale_warning: where
     rows of other weights are above the threshold, which fails nothing.
     sampling: None where no sample was to be rechecked.  custody: None where no agent made the samples.  served: of the
     weight version that the step trained, None without canaries; a failure has ended the run before.
@@ -372,15 +379,32 @@ class StepVerdict:
     counts: dict[str, int]
     agreement: dict[str, float] = field(default_factory=dict)
     stale_warning: str | None = None
+    statistics: list[Statistic] = field(default_factory=list)
+    limit: float = 0.0
     sampling: Sampling | None = None
     custody: Custody | None = None
     served: Served | None = None
 
     @property
     def passed(self) -> bool:
-        true = self.sampling is None or not self.sampling.failures
+        """True unless the step failed: a suspect one passes."""
+        true = self.sampling is None or self.sampling.verdict != FAILED
         true &= self.custody is None or not self.custody.failures
         return true and not self.failures and self.threshold_error is None
+
+    @property
+    def verdict(self) -> str:
+        """passed, suspect or failed."""
+        if not self.passed:
+            return FAILED
+        suspect = bool(self.suspects) or (self.served is not None and bool(self.served.suspects))
+        return SUSPECT if suspect else PASSED
+
+    @property
+    def suspects(self) -> list[str]:
+        """A line for each suspect statistic of agreement and recheck."""
+        rechecked = self.sampling.statistics if self.sampling else []
+        return suspicion_texts([*self.statistics, *rechecked], self.limit, f"step {self.step}")
 
     def failed_claim(self) -> tuple[str, str]:
         """Return ("replay", text) if replay was not exact, ("threshold", text) if only that was exceeded.
@@ -389,7 +413,11 @@ class StepVerdict:
         """
         if self.passed:
             return "", ""
-        failures: list[Any] = self.failures + (self.sampling.failures if self.sampling else [])
+        failures: list[Any] = list(self.failures)
+        if self.sampling is not None and self.sampling.verdict == FAILED:
+            over = [s for s in self.sampling.statistics if 0 < self.limit <= s.sum]
+            failures += self.sampling.failures
+            failures += suspicion_texts(over, self.limit, f"step {self.step}")
         failures += [f"custody: {text}" for text in self.custody.failures] if self.custody else []
         kind = "replay" if failures else "threshold"
         if self.threshold_error is not None:
@@ -406,15 +434,20 @@ def judge(
     shape: RouteShape,
     *,
     mismatch_threshold: float,
+    suspicions: Suspicions | None = None,
 ) -> StepVerdict:
     """Judge the totals of all ranks.
 
-    mismatch_threshold: the largest share of current rows without a common expert in any place.  Rows
-    of other weights may disagree though replay and trainer are right.
+    mismatch_threshold: the largest share of current rows without a common expert.  Rows
+    of other weights may disagree though replay and trainer are right.  suspicions: of the steps before, of this start; None
+    for a step that is judged alone.
     """
+    suspicions = suspicions or Suspicions()
     failures: list[Failure] = []
-    above: list[Failure] = []
-    threshold_error = None
+    above: list[tuple[float, Failure, str]] = []
+    current_rows: dict[str, list[int]] = {stream: [0, 0] for stream in expectation.streams}
+    gross = {stream: _gross_share(stream, shape, mismatch_threshold) for stream in current_rows}
+    gross_error = False
     stale: list[tuple[float, str]] = []
     counts = dict.fromkeys((*COUNTS, "num_calls"), 0)
     cells = list(_cells(expectation))
@@ -431,13 +464,17 @@ def judge(
         mismatch, allowed = got["rows_current_mismatch"], mismatch_threshold * current
         older, older_rows = got["rows_mismatch"] - mismatch, got["rows_replayed"] - current
         place = f"at step {expectation.step}, {place_name(*cell[:3])}, layer {layer}"
+        current_rows[stream][0] += current
+        current_rows[stream][1] += mismatch
+        gross_error |= current >= _GROSS_ROWS and mismatch > gross[stream] * current
         if mismatch > allowed:
-            above.append(Failure(*cell, "rows_current_mismatch", mismatch, allowed))
-            threshold_error = threshold_error or (
+            error = (
                 f"R3 mismatch tokens ({mismatch}) > threshold ({allowed:g}) {place}, of {current} rows "
                 f"of the weights that the actor holds: staleness does not explain them (of {older_rows} "
                 f"rows of other weights, which are not judged, {older} mismatch)"
             )
+            failure = Failure(*cell, "rows_current_mismatch", mismatch, allowed)
+            above.append((mismatch / current, failure, error))
         if not is_router or replay_pass == "ref_log_prob":
             continue
         if older > mismatch_threshold * older_rows:
@@ -454,9 +491,41 @@ def judge(
             f"R3 staleness: {max(stale)[1]}, share no expert with the trainer's own choice, more than the "
             "threshold; older weights computed them, or optimizer steps came before: they are not judged"
         )
+    statistics = [
+        suspicions.see(
+            stream,
+            0,
+            mismatch / rows,
+            start=mismatch_threshold / 2,
+            least=ROWS_OF_NOTHING / rows,
+            may_fall=False,
+            calibrates=True,
+            highest=gross[stream] / 4,
+        )
+        for stream, (rows, mismatch) in current_rows.items()
+        if rows
+    ]
+    failed = gross_error or suspicions.verdict(statistics) == FAILED
+    above.sort(key=lambda found: -found[0])
     return StepVerdict(
-        expectation.step, failures, above, threshold_error, counts, agreement, warning
+        expectation.step,
+        failures,
+        [failure for _, failure, _ in above] if failed else [],
+        above[0][2] if failed and above else None,
+        counts,
+        agreement,
+        warning,
+        statistics,
+        suspicions.limit,
     )
+
+
+def _gross_share(stream: str, shape: RouteShape, mismatch_threshold: float) -> float:
+    """The share of rows without a common expert that no rounding makes."""
+    share = _GROSS_OF_OTHERS
+    if stream == ROUTES:
+        share = _GROSS * chance_levels(shape.num_experts, shape.topk)["mismatch"]
+    return max(share, min(1.0, _GROSS_THRESHOLDS * mismatch_threshold))
 
 
 def _cells(expectation: StepExpectation) -> Iterator[Cell]:
@@ -550,6 +619,7 @@ def step_line(
     *,
     world_size: int,
     mismatch_threshold: float,
+    calibrating: int,
     check_interval: int = 1,
 ) -> dict[str, Any]:
     """The line of ``evidence/steps.jsonl``: the verdict, and all that it was judged by.
@@ -572,15 +642,19 @@ def step_line(
         "version": EVIDENCE_VERSION,
         "step": verdict.step,
         "passed": verdict.passed,
+        "verdict": verdict.verdict,
         "passes": list(expectation.streams[ROUTES].calls),
         "world_size": world_size,
         "num_experts": shape.num_experts,
         "topk": shape.topk,
         "mismatch_threshold": mismatch_threshold,
+        "suspect_limit": verdict.limit,
+        "calibrating": calibrating,
         **({} if check_interval == 1 else {"check_interval": check_interval}),
         **expected,
         "counts": verdict.counts,
         "agreement": verdict.agreement,
+        "statistics": [asdict(s) for s in verdict.statistics],
         "failures": [asdict(f) for f in verdict.failures],
         "threshold_error": verdict.threshold_error,
         "stale_warning": verdict.stale_warning,

@@ -20,6 +20,7 @@ from r3train.proof.judge import (
 )
 from r3train.proof.custody_verdict import CustodyRecord, judge_custody
 from r3train.proof.recheck_verdict import judge_recheck, RecheckRecord
+from r3train.proof.suspicion import Suspicions
 from r3train.proof.writer import EvidenceWriter
 from r3train.types import ReplayEvidence, RouteShape
 
@@ -32,6 +33,7 @@ def prove_step(
     *,
     passes: Sequence[str],
     mismatch_threshold: float,
+    suspicions: Suspicions | None = None,
     check_interval: int = 1,
     rechecked: Sequence[RecheckRecord] | None = None,
     missed: int = 0,
@@ -42,10 +44,11 @@ def prove_step(
 
     A collective.  Records that may be summed are written after the judgement, which tells whether they are
     right.  No verdict is written before the records of all ranks.  expectation: on rank 0 only, which
-    alone has a verdict.  rechecked: comparisons with samples that were rechecked, None without any
+    alone has a verdict.  suspicions: see ``judge``.  rechecked: comparisons with samples that were rechecked, None without any
     to expect; missed: see ``Sampling``; custody: the sessions of agents; served: the
     canaries of the step's weights, None without any.
     """
+    suspicions = suspicions or Suspicions()
     if not evidence.summed:
         evidence.write(records)
     local_totals = StepTotals(shape)
@@ -56,9 +59,15 @@ def prove_step(
     verdict = wrong = None
     if expectation is not None:
         totals = StepTotals.from_table(table.numpy(), passes, shape)
-        verdict = judge(totals, expectation, shape, mismatch_threshold=mismatch_threshold)
+        verdict = judge(
+            totals,
+            expectation,
+            shape,
+            mismatch_threshold=mismatch_threshold,
+            suspicions=suspicions,
+        )
         if rechecked is not None:
-            verdict = replace(verdict, sampling=judge_recheck(rechecked, missed))
+            verdict = replace(verdict, sampling=judge_recheck(rechecked, missed, suspicions))
         verdict = replace(verdict, custody=judge_custody(custody), served=served)
         wrong = not verdict.passed or any(misaligned(totals, expectation))
     if evidence.summed:
@@ -76,6 +85,7 @@ def prove_step(
         shape,
         world_size=dist.get_world_size(),
         mismatch_threshold=mismatch_threshold,
+        calibrating=suspicions.calibrating,
         check_interval=check_interval,
     )
     evidence.write_step(line)

@@ -16,7 +16,7 @@ from r3train.observe.metrics import numbers, read_evaluations, read_metrics, SAM
 from r3train.observe.starts import read_starts, Start
 from r3train.audit.audit_run import audit_run
 from r3train.audit.findings import Audit, ranges
-from r3train.proof.verdicts import FAILED, NO_EVIDENCE, PASSED
+from r3train.proof.verdicts import FAILED, NO_EVIDENCE
 
 _CONFIG_FILE = "config.toml"
 # Within these bounds a scale, a sum and a mean of a run's numbers stay numbers.
@@ -102,8 +102,7 @@ class RunReport(RunCurves):
         failed = {record["step"] for record in self.records if record.get("r3/passed") == 0}
         found = {}
         for step in self.audit.steps:
-            passed = step.passed and step.rollout_id not in failed
-            found[step.rollout_id] = PASSED if passed else FAILED
+            found[step.rollout_id] = FAILED if step.rollout_id in failed else step.verdict
         if found or any(record.get("r3/passed") is not None for record in self.records):
             for step in (r["step"] for r in self.records if not r.get("r3/unchecked")):
                 found.setdefault(step, FAILED if step in failed else NO_EVIDENCE)

@@ -24,7 +24,7 @@ from r3train.report.run_record import facts, settings
 from r3train.observe.metrics import METRICS_FILE
 from r3train.observe.step_line import duration
 from r3train.audit.check_evidence import claim_facts, headline
-from r3train.proof.verdicts import FAILED, NO_EVIDENCE, PASSED
+from r3train.proof.verdicts import FAILED, NO_EVIDENCE, PASSED, SUSPECT
 
 # name, metric, whether the last tenth of the steps counts instead of all
 _MEANS = (
@@ -37,7 +37,12 @@ _MEANS = (
 )
 _KINDS = {"worst": "Lowest reward", "slowest": "Slowest", "best": "Highest reward"}
 _ENDINGS = {"length": "cut at the longest length", "stop": "ended by the model"}
-_VERDICTS = {PASSED: "passed", FAILED: "failed", NO_EVIDENCE: "without evidence"}
+_VERDICTS = {
+    PASSED: "passed",
+    SUSPECT: "suspect",
+    FAILED: "failed",
+    NO_EVIDENCE: "without evidence",
+}
 _MAX_MARKED = 60  # points of a line that has a mark at each
 # of --watch: between two looks at a run's files, and between two looks at the page
 _LOOK_S, _SHOW_ANEW_S = 2.0, 20

@@ -27,7 +27,7 @@ from r3train.engine.publish import DistributedPublisher
 from r3train.engine.server import SGLangServer
 from r3train.generation.producer import Producer
 from r3train.generation.rollout_task import RequestSettings
-from r3train.proof.recheck_verdict import compare_rollout, limit, recheck_failures, RecheckRecord
+from r3train.proof.recheck_verdict import compare_rollout, recheck_failures, RecheckRecord
 from r3train.types import RolloutSample, RowClass
 
 pytestmark = pytest.mark.e2e
@@ -202,6 +202,5 @@ def test_rows_of_retracted_answers_are_found_where_they_are_accepted(server, mod
             break
     # prompt rows of the newer weights, under tokens that claim the older
     assert {r.part for r in failed} == {"prompt"}
-    margins = [min(r.rows_differ.values()) / limit(r.num_rows, 0.0) for r in failed]
-    print(f"accept: {len(failed)} samples, {min(margins):.1f} to {max(margins):.1f} times")
-    assert min(margins) >= 5, failed
+    print(f"accept: {len(failed)} samples, {[f'{r.prefilled.share:.0%}' for r in failed]}")
+    assert all(r.prefilled.share > 0.5 for r in failed), failed

@@ -22,7 +22,8 @@ from r3train.engine.backend import SamplingParams, Segment
 from r3train.generation import stitch
 from r3train.generation.sessions import Session, SessionSettings
 from r3train.proof.custody_verdict import judge_custody
-from r3train.proof.recheck_verdict import compare, judge_recheck, Noise
+from r3train.proof.recheck_verdict import compare, judge_recheck, Noise, RowsApart
+from r3train.proof.suspicion import Suspicions
 from r3train.proof.verdicts import FAILED
 from r3train.types import Prompt, Rechecked, RolloutSample
 from r3train.verify.mutations import planted_by, replaces
@@ -166,13 +167,14 @@ def finding() -> tuple[str, str]:
     custody = judge_custody(session_ledgers(samples))
     if custody is not None and custody.verdict == FAILED:
         return CUSTODY, custody.failures[0]
-    exact = Noise(1000, dict.fromkeys(range(1, _LAYERS + 1), 0), 1000, 0, 1e-4)
+    none = RowsApart(1000, dict.fromkeys(range(1, _LAYERS + 1), 0))
+    exact = Noise(none, none, 1000, 0.0, 1e-6)
     records = [
         compare(0, sample, _again(sample), exact, range(1, _LAYERS + 1), log_probs=True)
         for sample in samples
     ]
-    verdict = judge_recheck(records, 0)
-    return (RECHECK, str(verdict.failures[0])) if verdict.failures else ("", "")
+    verdict = judge_recheck(records, 0, Suspicions(1.0, calibrating=0))
+    return (RECHECK, str(verdict)) if verdict.verdict == FAILED else ("", "")
 
 
 def _again(sample: RolloutSample) -> Rechecked:

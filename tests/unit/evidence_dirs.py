@@ -16,17 +16,18 @@ from r3train.proof.judge import (
     StepTotals,
     StreamExpectation,
 )
-from r3train.proof.recheck_verdict import judge_recheck, Noise, RecheckRecord
+from r3train.proof.recheck_verdict import judge_recheck, Noise, RecheckRecord, RowsApart
 from r3train.proof.served_verdict import (
-    Before,
     CanaryNoise,
     Coverage,
     Difference,
     Earlier,
     judge_served,
     ServedRecord,
+    statistics_again,
     Twin,
 )
+from r3train.proof.suspicion import Statistic, Suspicions
 from r3train.observe.metrics import MetricsWriter
 from r3train.proof.writer import EvidenceWriter, rank_file
 from r3train.types import is_checked, ReplayEvidence, RouteShape
@@ -90,8 +91,16 @@ def with_choice(r: ReplayEvidence, equal: int, mismatch: int = 0, **changes) -> 
     return replace(r, rows_mismatch=mismatch, rows_current_equal=current, **changes)
 
 
+def rows_apart(differ: dict[int, int] | None = None, rows: int = ROWS) -> RowsApart:
+    """Rows of three layers, computed twice; differ: those with other experts, 0 in a layer that is not named."""
+    return RowsApart(rows, dict.fromkeys(LAYERS, 0) | (differ or {}))
+
+
+NOISE = Noise(rows_apart(rows=5000), rows_apart(rows=800), 2000, 2e-7, 1e-6)
+
+
 def comparison(step: int, **changes) -> RecheckRecord:
-    """A right sample of 100 rows in each layer, rechecked."""
+    """A right sample of 100 decoded and 20 prefilled rows in each layer, rechecked."""
     values = dict(
         step=step,
         sample_id=8 * step,
@@ -100,19 +109,20 @@ def comparison(step: int, **changes) -> RecheckRecord:
         weight_version=step,
         held_version=step,
         first_row=0,
-        num_rows=ROWS,
-        rows_differ=dict.fromkeys(LAYERS, 0),
+        decoded=rows_apart(),
+        prefilled=rows_apart(rows=20),
         num_log_probs=60,
-        log_probs_differ=0,
+        log_prob_off=3e-7,
         log_prob_off_max=1e-6,
-        noise=Noise(5000, dict.fromkeys(LAYERS, 0), 2000, 0, 1e-4),
+        noise=NOISE,
     )
     return RecheckRecord(**{**values, **changes})
 
 
 def canaries(step: int, server: int = 0, **changes) -> ServedRecord:
     """All canaries of a sound server after the update to a step's weights."""
-    none, moved = Difference(0.0, 0, 1000), Difference(0.1, 50, 1000)
+    none, moved = Difference(0.0, 0.0, 0, 1000), Difference(0.1, 0.01, 50, 1000)
+    gap_mean = changes.setdefault("gap_mean", 4e-7)
     values = dict(
         step=step,
         server=server,
@@ -122,15 +132,17 @@ def canaries(step: int, server: int = 0, **changes) -> ServedRecord:
         warm_evicted=0,
         warm_cached_rows=0,
         warm=none,
+        not_finite=0,
         earlier=[Earlier(step - 1, moved, 1.0)] if step else [],
         twins=[Twin(0, none, none, none)] if server else [],
-        gap_mean=4e-7,
         gap_max=3e-6,
         rows=4000,
         rows_left=0,
         coverage=Coverage(24, 24, 200, 256),
-        noise=CanaryNoise(none, 4e-7, 3e-6, 0.0, 0.0, 16000, 0),
-        before=Before(4e-7, 3e-6, 16000, 0),
+        noise=CanaryNoise(none, none, none, 4e-7, 3e-6, 0.0, 1e-6, 0.0, 16000, 0),
+        # its sums are added up where it is written
+        statistics=[Statistic("BOUND", server, gap_mean, None, 0.0)],
+        limit=1.0,
     )
     return ServedRecord(**{**values, **changes})
 
@@ -168,21 +180,32 @@ def write_run(
     summed: bool = False,
     microbatches: int = 1,
     check_interval: int = 1,
+    limit: float = 1.0,
+    calibrating: int = 0,
 ) -> Path:
     """Write a run with the check on; ``change`` is what the trainer really did to each call.
 
     silent: ranks that hold no layer with experts.  rechecked: comparisons of a step with samples that
     were rechecked; None: there was to be none.  served: the canaries of a step's weights.  summed: as with ``--r3-evidence summed``.
     microbatches: calls of each pass and layer on a rank.  check_interval: that of --r3-check-interval.
+    limit, calibrating: of ``Suspicions``; the first suspect step fails unless told otherwise.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "config.toml").write_text(CONFIG)
     writers = [EvidenceWriter(run_dir, rank, attempt) for rank in range(ranks)]
+    suspicions = Suspicions(limit, calibrating)
+    of_servers = Suspicions(limit)
     with MetricsWriter(run_dir, tensorboard=False) as metrics:
         for step in steps:
-            canaries = judge_served(served(step)) if served is not None else None
+            canaries = None
+            if served is not None:
+                read = [
+                    replace(r, statistics=statistics_again(r, of_servers), limit=limit)
+                    for r in served(step)
+                ]
+                canaries = judge_served(read)
+                writers[0].write_served(read)
             if canaries is not None:
-                writers[0].write_served(served(step))
                 if canaries.failures:  # the run ends before the step
                     break
             if step != steps[0] and not is_checked(step, check_interval):
@@ -197,12 +220,15 @@ def write_run(
                     totals.add(call)
             speaking = set(range(ranks)) - set(silent)
             expectation = expectation_of(step, speaking, microbatches)
-            verdict = judge(totals, expectation, SHAPE, mismatch_threshold=0.02)
+            verdict = judge(
+                totals, expectation, SHAPE, mismatch_threshold=0.02, suspicions=suspicions
+            )
             for rank, writer in enumerate(writers):
                 writer.write(of_ranks[rank], as_sums=summed and verdict.passed)
             if rechecked is not None:
                 writers[0].write_recheck(rechecked(step))
-                verdict = replace(verdict, sampling=judge_recheck(rechecked(step), 0))
+                again = judge_recheck(rechecked(step), 0, suspicions)
+                verdict = replace(verdict, sampling=again)
             verdict = replace(verdict, served=canaries)
             line = step_line(
                 verdict,
@@ -210,6 +236,7 @@ def write_run(
                 SHAPE,
                 world_size=ranks,
                 mismatch_threshold=0.02,
+                calibrating=calibrating,
                 check_interval=check_interval,
             )
             writers[0].write_step(line)

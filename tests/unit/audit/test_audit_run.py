@@ -13,7 +13,7 @@ import pytest
 
 from r3train.audit.audit_run import audit_run
 from r3train.proof.writer import rank_file
-from tests.unit.evidence_dirs import comparison, edit, with_choice, write_run
+from tests.unit.evidence_dirs import comparison, edit, rows_apart, with_choice, write_run
 
 STEPS, RECHECKED, METRICS = "evidence/steps.jsonl", "evidence/rechecked.jsonl", "metrics.jsonl"
 PLACE = dict(replay_pass="train", stream="routes", stage="replay_forward", layer_number=2)
@@ -167,6 +167,17 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str, str]] = {
         "agreement",
         "step 1: agreement.equal of the run's own verdict is 0.95, expected 0.9",
     ),
+    "a sum": (
+        of_step(STEPS, statistics=lambda of: [{**of[0], "sum": 0.5}]),
+        "agreement",
+        "step 1: statistics of the run's own verdict is [Statistic(name='routes', server=0",
+    ),
+    "a statistic is gone": (of_step(STEPS, statistics=[]), "agreement", "step 1: statistics of"),
+    "a suspect step": (
+        of_step(STEPS, verdict="suspect"),
+        "agreement",
+        "step 1: verdict of the run's own verdict is suspect, expected passed",
+    ),
     "what the run failed by its records": (
         of_step(STEPS, mismatch_threshold=0.001, passed=True),
         "agreement",
@@ -179,10 +190,10 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str, str]] = {
     ),
     # samples that were rechecked
     "a comparison": (
-        of_step(RECHECKED, rows_differ={"1": 0, "2": 90, "3": 0}),
+        of_step(RECHECKED, decoded={"rows": 100, "differ": {"1": 0, "2": 90, "3": 0}}),
         "recheck",
-        "step 1, rechecked/whole, layer 2: rows with different experts in 100 rows, sample 8 on "
-        "server 0 is 90, expected at most 2",
+        "step 1, rechecked/whole, layer 2: decoded rows with different experts in 100 rows, sample 8 on "
+        "server 0 is 90, expected at most 80",
     ),
     "comparisons are gone": (
         lambda run: (run / RECHECKED).unlink(),
@@ -383,11 +394,12 @@ def test_there_may_be_more_ranks_than_the_process_may_open_files(tmp_path):
 
 def test_the_numbers_are_those_of_all_steps_at_the_time_that_counts(tmp_path):
     def rechecked(step):
-        again = comparison(step, rows_differ={1: 1, 2: 2, 3: 0}, log_probs_differ=1)
+        again = comparison(step, decoded=rows_apart({1: 1, 2: 2}))
         return [again, replace(again, part="last"), replace(again, noise=None)]
 
-    run = write_run(tmp_path / "run", microbatches=2, rechecked=rechecked)
-    write_run(run, range(1, 4), microbatches=2, rechecked=rechecked, attempt="2026-01-02")
+    how = dict(microbatches=2, rechecked=rechecked, calibrating=8)
+    run = write_run(tmp_path / "run", **how)
+    write_run(run, range(1, 4), attempt="2026-01-02", **how)
     of_step(STEPS, sampling=lambda of: {**of, "missed": 3})(run)
     audit = audit_run(run)
     assert audit.verdict == "passed", audit.findings
@@ -400,10 +412,10 @@ def test_the_numbers_are_those_of_all_steps_at_the_time_that_counts(tmp_path):
         "samples": 4,
         "parts": 8,
         "missed": 3,
-        "rows": 8 * 300,
+        "rows": 8 * 360,
         "rows_differ": 8 * 3,
         "log_probs": 8 * 60,
-        "log_probs_differ": 8,
+        "log_prob_off": pytest.approx(8 * 60 * 3e-7),
     }
 
 
@@ -413,7 +425,7 @@ def test_the_threshold_is_judged_on_rows_of_the_actors_own_version(tmp_path):
     def mismatching(own: int):
         def change(r):
             here = r.step == 1 and r.layer_number == 2 and r.replay_pass == "old_log_prob"
-            return with_choice(r, 90, 10, rows_current_mismatch=own) if here else r
+            return with_choice(r, 70, 30, rows_current_mismatch=own) if here else r
 
         return lambda r: replace(
             changed := change(r),
@@ -425,13 +437,13 @@ def test_the_threshold_is_judged_on_rows_of_the_actors_own_version(tmp_path):
     assert audit.verdict == "passed", audit.findings
     assert any("steps 1 many rows of older weight versions" in note for note in audit.notes)
     line = json.loads((stale / STEPS).read_text().splitlines()[1])
-    assert line["passed"] and "R3 staleness: 18 of 100 rows at step 1" in line["stale_warning"]
+    assert line["passed"] and "R3 staleness: 58 of 100 rows at step 1" in line["stale_warning"]
     shares = line["agreement"]
-    assert shares["current_mismatch"] == 2 / 300 and shares["stale_mismatch"] == 22 / 300
-    own = write_run(tmp_path / "own", change=mismatching(2))
+    assert shares["current_mismatch"] == 2 / 300 and shares["stale_mismatch"] == 62 / 300
+    own = write_run(tmp_path / "own", change=mismatching(20))
     (found,) = audit_run(own).findings
-    assert (found.claim, found.what, found.got) == ("agreement", "rows_current_mismatch", "4")
-    assert "R3 mismatch tokens (4) > threshold (2) at step 1" in (own / STEPS).read_text()
+    assert (found.claim, found.what, found.got) == ("agreement", "rows_current_mismatch", "40")
+    assert "R3 mismatch tokens (40) > threshold (2) at step 1" in (own / STEPS).read_text()
     assert audit_run(own, threshold=0.04).verdict == "passed"
     # what else the run found still counts
     of_step(STEPS, 0, passed=False, failures=[FAILURE])(own)

@@ -65,10 +65,10 @@ def a_stage_less(line: dict) -> None:
 
 
 REFUSED = [
-    (OF_STEPS, {"version": 1}, "steps.jsonl:2: evidence version 1, expected 2: judge it with the"),
-    (OF_STEPS, {"version": 3, "counts": GONE}, "evidence version 3, expected 2"),
+    (OF_STEPS, {"version": 1}, "steps.jsonl:2: evidence version 1, expected 3: judge it with the"),
+    (OF_STEPS, {"version": 4, "counts": GONE}, "evidence version 4, expected 3"),
     # the first lines of version 1 do not name it
-    (OF_STEPS, {"version": GONE, "counts": GONE}, "evidence version 1, expected 2: judge it with"),
+    (OF_STEPS, {"version": GONE, "counts": GONE}, "evidence version 1, expected 3: judge it with"),
     (OF_STEPS, {"passes": 1e25}, "Expected `array`, got `float` - at `$.passes`"),
     (OF_STEPS, {"passes": []}, "Expected `array` of length >= 1"),
     (
@@ -117,7 +117,7 @@ REFUSED = [
         for value in (7, None, "7", "-0x1", "0xg", "0X7", "0x" + 17 * "1")
     ),
     (RECHECKED, {"step": -1}, "at `$.step`, got -1"),
-    (RECHECKED, {"num_rows": GONE}, "missing required field `num_rows`"),
+    (RECHECKED, {"decoded": GONE}, "missing required field `decoded`"),
     ("metrics.jsonl", {"step": "1"}, "Expected `int`, got `str` - at `$.step`"),
     ("metrics.jsonl", {"step": -1}, "at `$.step`, got -1"),
     *((file, text, "") for file in DECODERS for text in ("{", "[]", "null", "garbage", "")),
@@ -161,7 +161,7 @@ def test_a_line_that_no_run_writes_is_refused_with_its_file_and_number(
 def test_a_verdict_as_runs_write_it_is_read(run, change):
     line = json.loads((run / OF_STEPS).read_text().splitlines()[0])
     change(line)
-    assert STEPS.decode(json.dumps(line)).version == 2
+    assert STEPS.decode(json.dumps(line)).version == 3
 
 
 def test_a_fingerprint_has_all_its_bits(run):

@@ -10,7 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from r3train.layout.bins import assign_microbatches, pack_bins
-from r3train.layout.microbatch import build_microbatch, row_versions, slice_microbatch
+from r3train.layout.microbatch import (
+    build_microbatch,
+    current_versions,
+    row_versions,
+    slice_microbatch,
+)
 from r3train.layout.rows import cp_rows, pack_layout, sp_rows, take_routes, take_rows
 from r3train.types import (
     Prompt,
@@ -202,6 +207,9 @@ def test_a_row_is_of_the_version_of_the_next_token_that_weights_generated():
     # a prefix from a cache that updates leave alone may be of any version
     kept = row_versions(sample, fresh_prefixes=False)
     assert kept.tolist() == [-1, 3, 3, 4, -1, 5, 5, -1, -1]
+    # what the actor compares: rows whose prefix is of their own version
+    assert current_versions(sample).tolist() == [3, 3, 3, -1, -1, -1, -1, -1, -1]
+    assert (current_versions(sample, fresh_prefixes=False) == -1).all()
     train = replace(sample_of(0, 9), sample=sample)
     arguments = dict(cp_size=1, tp_size=4, route_shape=RouteShape(3, 2, 8), rollout_id=5)
     batch = build_microbatch(0, [train], **arguments)
@@ -212,7 +220,9 @@ def test_a_row_is_of_the_version_of_the_next_token_that_weights_generated():
     place = RankTopology(
         tp_rank=1, tp_size=4, sequence_parallel=True, moe_layer_numbers=((1, 2, 3),)
     )
-    assert slice_microbatch(batch, place).route_versions.tolist() == [4, 5, 5]
+    assert slice_microbatch(batch, place).route_versions.tolist() == [-1, -1, -1]
+    first = replace(place, tp_rank=0)
+    assert slice_microbatch(batch, first).route_versions.tolist() == [3, 3, 3]
     last = replace(place, tp_rank=3)
     assert slice_microbatch(batch, last).route_versions.tolist() == [-1, -1, -1]
 

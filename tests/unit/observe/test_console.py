@@ -77,6 +77,9 @@ def test_a_missing_metric_is_left_out_of_the_step_line():
     [
         ({"r3/passed": True}, "R3 ok"),
         ({"r3/passed": 1}, "R3 ok"),
+        ({"r3/passed": True, "recheck/suspect": 0.9}, "R3 ok"),
+        ({"r3/passed": True, "recheck/suspect": 1.0}, "R3 suspect"),
+        ({"r3/passed": False, "served/suspect": 2.0}, "R3 FAILED"),
         ({"r3/passed": False, "r3/rows_replayed": 10}, "R3 FAILED"),
         ({"r3/passed": 0}, "R3 FAILED"),
         ({"r3/passed": math.nan}, "R3 FAILED"),

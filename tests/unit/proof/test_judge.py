@@ -11,6 +11,7 @@ from operator import attrgetter
 
 import pytest
 
+from r3train.proof.suspicion import Suspicions
 from r3train.proof.judge import (
     agreement_shares,
     COUNTS,
@@ -125,11 +126,15 @@ def expectation(routes=None, masks=None) -> StepExpectation:
     )
 
 
-def judged(calls, threshold: float = 0.03, **changes) -> StepVerdict:
+def judged(calls, threshold: float = 0.03, limit: float = 1.0, **changes) -> StepVerdict:
+    """limit: of suspicion; at 1 the first suspect step fails."""
     totals = StepTotals(SHAPE)
     for call in calls:
         totals.add(call)
-    return judge(totals, expectation(**changes), SHAPE, mismatch_threshold=threshold)
+    first_fails = Suspicions(limit, calibrating=0)
+    return judge(
+        totals, expectation(**changes), SHAPE, mismatch_threshold=threshold, suspicions=first_fails
+    )
 
 
 def at(
@@ -374,47 +379,71 @@ def test_calls_of_a_pass_that_nobody_expected_fail():
     assert "step 3:\n  ref_log_prob/replay_forward layer 1: num_" in text
 
 
-def test_the_threshold_is_the_share_of_current_rows_and_sampling_mask_have_it_too():
-    place = dict(replay_pass="old_log_prob", stage="replay_forward", layer_number=1, rank=0)
+PLACE = dict(replay_pass="old_log_prob", stage="replay_forward", layer_number=1, rank=0)
 
-    def mismatching(n):
-        return lambda c: {
-            "rows_mismatch": n + 1,
-            "rows_equal": 90 - n,
-            "rows_current_mismatch": n,
-            "rows_current_equal": 60 - n,
-        }
 
-    # of 120 current rows 6 are exactly a twentieth
-    assert judged(at(right_step(), mismatching(6), **place), threshold=0.05).passed
-    verdict = judged(at(right_step(), mismatching(7), **place), threshold=0.05)
-    assert not verdict.passed and not verdict.failures
+def mismatching(n: int) -> Callable[[ReplayEvidence], dict]:
+    """Of 60 current rows of a call n share no expert with the trainer's own choice, and one of the others."""
+    return lambda c: {
+        "rows_mismatch": n + 1,
+        "rows_equal": 90 - n,
+        "rows_current_mismatch": n,
+        "rows_current_equal": 60 - n,
+    }
+
+
+def kept_mismatching(n: int) -> Callable[[ReplayEvidence], dict]:
+    return lambda c: {
+        "rows_mismatch": n + 1,
+        "rows_equal": 40 - n,
+        "rows_current_mismatch": n,
+        "rows_current_equal": 20 - n,
+    }
+
+
+def test_a_share_above_the_threshold_is_suspect_and_fails_where_it_lasts():
+    suspicions, verdicts = Suspicions(5.0, calibrating=0), []
+    totals = StepTotals(SHAPE)
+    for call in at(right_step(), mismatching(30), **PLACE):
+        totals.add(call)
+    for _ in range(5):
+        verdict = judge(
+            totals, expectation(), SHAPE, mismatch_threshold=0.01, suspicions=suspicions
+        )
+        verdicts.append(verdict.verdict)
+    assert verdicts == ["suspect"] * 4 + ["failed"] and not verdict.failures
     (above,) = verdict.above_threshold
-    assert (above.what, above.got, above.expected) == ("rows_current_mismatch", 7, 6.0)
-    assert verdict.threshold_error.startswith(
-        "R3 mismatch tokens (7) > threshold (6) at step 3, old_log_prob/replay_forward, layer 1, of 120"
-    )
-    assert (
-        "of 80 rows of other weights, which are not judged, 2 mismatch" in verdict.threshold_error
-    )
+    assert (above.what, above.got, above.expected) == ("rows_current_mismatch", 30, 1.2)
     claim, text = verdict.failed_claim()
-    assert claim == "threshold" and text.startswith("R3 mismatch tokens (7) > threshold (6)")
+    assert claim == "threshold" and text == verdict.threshold_error
+    assert text.startswith(
+        "R3 mismatch tokens (30) > threshold (1.2) at step 3, old_log_prob/replay_forward, layer 1, of 120"
+    )
+    assert "of 80 rows of other weights, which are not judged, 2 mismatch" in text
+
+
+def test_a_share_that_the_threshold_allows_and_a_few_rows_are_nothing():
+    for n, threshold in ((3, 0.05), (2, 0.0)):
+        verdict = judged(at(right_step(), mismatching(n), **PLACE), threshold=threshold)
+        assert verdict.verdict == "passed" and not verdict.above_threshold
+
+
+def test_sampling_masks_are_judged_by_the_threshold_too():
     kept = dict(replay_pass="train", stream=SAMPLING_MASK, rank=0)
-
-    def of_kept(c):
-        return {
-            "rows_mismatch": 4,
-            "rows_equal": 37,
-            "rows_current_mismatch": 3,
-            "rows_current_equal": 17,
-        }
-
-    verdict = judged(at(right_step(), of_kept, **kept), threshold=0.05)
+    verdict = judged(at(right_step(), kept_mismatching(20), **kept), threshold=0.001)
     assert [f.stream for f in verdict.above_threshold] == [SAMPLING_MASK]
-    # the first place is the one that the error names
-    both = at(at(right_step(), mismatching(7), **place), of_kept, **kept)
-    verdict = judged(both, threshold=0.05)
-    assert len(verdict.above_threshold) == 2 and "layer 1" in verdict.threshold_error
+    # the place that is farthest above is the one that the error names
+    both = at(at(right_step(), mismatching(20), **PLACE), kept_mismatching(20), **kept)
+    verdict = judged(both, threshold=0.001)
+    assert len(verdict.above_threshold) == 2 and "sampling_mask" in str(verdict.above_threshold[0])
+
+
+@pytest.mark.parametrize("n, passes", [(32, True), (33, False)])
+def test_one_layer_with_half_of_chances_mismatches_fails_at_once(n, passes):
+    """With 8 experts and top 2 a random choice shares none in 53.6% of the rows."""
+    calls = at(right_step(), mismatching(n), **PLACE)
+    verdict = judged(calls, threshold=0.01, limit=0.0)
+    assert verdict.passed == passes, (verdict.threshold_error, n / 120)
 
 
 def test_rows_of_other_weights_above_the_share_are_a_warning_that_names_the_worst_place():

@@ -18,6 +18,7 @@ from r3train.proof.live import prove_step
 from r3train.proof.writer import EvidenceWriter, rank_file, STEPS_FILE
 from tests.unit.evidence_dirs import (
     comparison,
+    rows_apart,
     expectation_of,
     LAYERS,
     PASSES,
@@ -104,8 +105,7 @@ def test_a_rank_without_the_expectation_writes_records_and_no_verdict(one_rank, 
 def test_samples_that_were_computed_again_are_judged_with_the_step_and_written(
     one_rank, tmp_path, differ, verdict
 ):
-    rows = {1: 0, 2: differ, 3: 0}
-    compared = [comparison(0, rows_differ=rows), comparison(0, noise=None)]
+    compared = [comparison(0, decoded=rows_apart({2: differ})), comparison(0, noise=None)]
     expectation = expectation_of(0, {0})
     found = prove(tmp_path, expectation, rechecked=compared, missed=2, check_interval=5)
     assert found.passed == (verdict == "passed") and not found.failures

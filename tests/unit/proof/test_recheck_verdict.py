@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from tests.unit.evidence_dirs import comparison, LAYERS, write_run
+from tests.unit.evidence_dirs import comparison, LAYERS, NOISE, rows_apart, write_run
 
 from r3train.cli import main
 from r3train.audit.audit_run import audit_run
@@ -16,17 +16,18 @@ from r3train.proof.recheck_verdict import (
     compare,
     compare_rollout,
     judge_recheck,
-    limit,
     log_probs_twice,
     measured_noise,
     Noise,
     recheck_failures,
+    RecheckRecord,
 )
+from r3train.proof.suspicion import Suspicions
 from r3train.proof.writer import RECHECK_FILE
-from r3train.types import Prompt, Rechecked, RecheckedRollout, RolloutSample
+from r3train.types import Prompt, Rechecked, RecheckedRollout, RolloutSample, RowClass
 
 EXPERTS, TOPK, PROMPT, TOKENS = 16, 3, 20, 120
-EXACT = Noise(5000, dict.fromkeys(LAYERS, 0), 2000, 0, 1e-4)
+EXACT = NOISE
 CLAIM = "recheck"
 
 
@@ -52,6 +53,9 @@ def sample_of(seed: int = 0, **changes) -> RolloutSample:
         routed_experts=routes(seed),
         weight_versions=np.where(mask, 4, -1).astype(np.int32),
         finish_reason="stop",
+        row_classes=np.where(
+            np.arange(TOKENS) >= PROMPT, RowClass.DECODED, RowClass.PREFILLED
+        ).astype(np.uint8),
     )
     return replace(sample, **changes)
 
@@ -77,9 +81,20 @@ def judged(sample, again, noise=EXACT, *, log_probs=True):
     return record, recheck_failures(record)
 
 
+def suspects(*records: RecheckRecord, suspicions: Suspicions | None = None) -> list[str]:
+    """The statistics that one step makes suspect, where nothing is calibrated by the steps before."""
+    sampling = judge_recheck(records, 0, suspicions or Suspicions(calibrating=0))
+    assert (sampling.verdict in ("suspect", "failed")) >= any(
+        s.sum >= 1 for s in sampling.statistics
+    )
+    return [s.name for s in sampling.statistics if s.sum >= 1]
+
+
 def test_equal_sets_of_experts_and_log_probs_pass_and_all_of_them_are_counted():
     record, failures = judged(sample_of(), again_of(sample_of()))
-    assert not failures and record.rows_differ == dict.fromkeys(LAYERS, 0)
+    assert not failures and not suspects(record)
+    assert record.decoded == rows_apart(rows=TOKENS - 1 - PROMPT)
+    assert record.prefilled == rows_apart(rows=PROMPT)
     assert (record.num_rows, record.num_log_probs) == (TOKENS - 1, TOKENS - PROMPT)
 
 
@@ -89,10 +104,10 @@ def test_a_sample_that_is_not_trained_is_compared_all_the_same():
     assert not failures and record.num_log_probs == TOKENS - PROMPT
 
 
-def test_rows_of_another_sample_fail_in_every_layer_far_above_what_may_differ():
+def test_rows_of_another_sample_are_gross_in_every_layer():
     record, failures = judged(sample_of(), again_of(sample_of(), rows=routes(1)))
-    assert [f.layer_number for f in failures] == list(LAYERS)
-    assert min(record.rows_differ.values()) > 30 * limit(record.num_rows, 0)
+    assert {f.layer_number for f in failures} == set(LAYERS)
+    assert suspects(record) == ["decoded rows", "prefilled rows"]
 
 
 def test_layers_of_a_lost_stage_fail_alone():
@@ -100,10 +115,10 @@ def test_layers_of_a_lost_stage_fail_alone():
     delivered = sample.routed_experts.copy()
     delivered[:, 2] = 0
     _, failures = judged(replace(sample, routed_experts=delivered), again_of(sample))
-    assert [(f.layer_number, f.got) for f in failures] == [(3, TOKENS - 1)]
+    assert [(f.layer_number, f.got) for f in failures] == [(3, TOKENS - 1 - PROMPT), (3, PROMPT)]
 
 
-def test_prompt_rows_of_another_version_fail():
+def test_prompt_rows_of_another_version_are_gross():
     """As after a retraction: rows 0..18 were rechecked under newer weights."""
     sample = sample_of()
     delivered = sample.routed_experts.copy()
@@ -116,30 +131,65 @@ def test_prompt_rows_of_another_version_fail():
     assert not judged(sample, prompt)[1]
 
 
-def test_a_few_rows_near_a_tie_pass_and_more_of_them_fail():
-    sample, most = sample_of(), limit(TOKENS - 1, 0)
-    for differing in (most, most + 1):
+def test_a_few_rows_near_a_tie_are_nothing_and_a_third_of_them_is_suspect_and_not_gross():
+    sample = sample_of()
+    for differing, expected in ((2, []), (33, ["decoded rows"])):
         rows = sample.routed_experts.copy()
-        rows[:differing, 1] = routes(9)[:differing, 1]
-        _, failures = judged(sample, again_of(sample, rows=rows))
-        assert [(f.layer_number, f.got) for f in failures] == [(2, most + 1)] * (differing > most)
+        rows[PROMPT : PROMPT + differing] = routes(9)[:differing]
+        record, failures = judged(sample, again_of(sample, rows=rows))
+        assert not failures and suspects(record) == expected
 
 
-def test_measured_noise_of_a_layer_allows_so_much_more_there():
-    assert limit(1000, 0.0) == 5 and limit(1000, 0.01) == 59
-    assert limit(3, 0.0) == 2 and limit(0, 0.1) == 0
-    sample, rows = sample_of(), sample_of().routed_experts.copy()
-    rows[:30, 1:] = routes(9)[:30, 1:]
-    noise = Noise(1000, {1: 0, 2: 0, 3: 100}, 2000, 0, 1e-4)
-    _, failures = judged(sample, again_of(sample, rows=rows), noise)
-    assert [(f.layer_number, f.expected) for f in failures] == [(2, 2)]
+def test_what_was_measured_on_a_server_is_usual_there_for_decoded_and_prefilled_rows_apart():
+    record = comparison(4, decoded=rows_apart({1: 20, 2: 20, 3: 20}))
+    assert suspects(record) == ["decoded rows"]
+    noisy = rows_apart({1: 150, 2: 150, 3: 150}, rows=1000)
+    assert suspects(replace(record, noise=replace(EXACT, decoded=noisy))) == []
+    # a prompt's rows differ less: they do not dilute an answer's, nor excuse it
+    assert suspects(replace(record, noise=replace(EXACT, prefilled=noisy))) == ["decoded rows"]
+    assert suspects(replace(record, prefilled=rows_apart(rows=9000))) == ["decoded rows"]
+
+
+@pytest.mark.parametrize("rows, differ, gross", [(100, 81, True), (100, 80, False), (7, 7, False)])
+def test_more_than_four_fifths_of_a_layers_rows_are_gross_where_noise_changes_few(
+    rows, differ, gross
+):
+    for name in ("decoded", "prefilled"):
+        record = comparison(4, **{name: rows_apart({2: differ}, rows=rows)})
+        found = [(f.layer_number, f.got, f.expected) for f in recheck_failures(record)]
+        assert found == [(2, differ, rows * 4 // 5)] * gross
+        tenth = replace(EXACT, **{name: rows_apart({2: 100}, rows=1000)})
+        assert recheck_failures(replace(record, noise=tenth)) == []
+
+
+def test_a_fault_that_begins_after_the_calibration_fails_within_five_steps():
+    suspicions, sound = Suspicions(), comparison(4)
+    for _ in range(12):
+        assert judge_recheck([sound], 0, suspicions).verdict == "passed"
+    wrong = comparison(4, decoded=rows_apart({2: 60}))
+    verdicts = [judge_recheck([wrong], 0, suspicions).verdict for _ in range(5)]
+    assert verdicts == ["suspect"] * 4 + ["failed"]
+
+
+def test_a_fault_from_the_first_step_on_does_not_become_usual():
+    suspicions = Suspicions()
+    wrong = comparison(4, decoded=rows_apart(dict.fromkeys(LAYERS, 60)))
+    verdicts = [judge_recheck([wrong], 0, suspicions).verdict for _ in range(13)]
+    assert verdicts == ["passed"] * 8 + ["suspect"] * 4 + ["failed"]
+
+
+def test_long_answers_that_differ_more_often_than_those_that_were_measured_become_usual():
+    noise = replace(EXACT, decoded=rows_apart({1: 5, 2: 5, 3: 5}, rows=512))
+    long = comparison(4, decoded=rows_apart(dict.fromkeys(LAYERS, 30), rows=1000), noise=noise)
+    suspicions = Suspicions()
+    assert {judge_recheck([long], 0, suspicions).verdict for _ in range(200)} == {"passed"}
 
 
 def test_a_server_that_is_wrong_from_its_first_answer_on_does_not_excuse_itself():
     broken = [(sample_of(i), again_of(sample_of(i), rows=routes(i + 50))) for i in range(8)]
     noise = measured_noise(broken, list(LAYERS), "float32")[0]
     failures = judged(sample_of(), again_of(sample_of(), rows=routes(1)), noise)[1]
-    assert [f.layer_number for f in failures] == list(LAYERS)
+    assert {f.layer_number for f in failures} == set(LAYERS)
     assert all("in the baseline" in f.what and f.got > 3 * f.expected for f in failures)
 
 
@@ -153,17 +203,18 @@ def test_noise_is_measured_for_each_server():
             (sample, again_of(sample, server=i % 2, log_probs=sample.rollout_log_probs[1:] + off))
         )
     exact, noisy = measured_noise(pairs, list(LAYERS), "float32").values()
-    assert exact.log_prob_tolerance == 1e-4 and 0.04 < noisy.log_prob_tolerance < 0.07
-    assert exact.num_rows == 4 * (TOKENS - 1) and noisy.log_probs_differ <= 1
+    assert exact.log_prob_off == 0 and 0.006 < noisy.log_prob_off < 0.01
+    assert exact.usual_off == exact.least_off == 1e-6 and noisy.usual_off == noisy.log_prob_off
+    assert exact.decoded.rows == 4 * (TOKENS - 1 - PROMPT) and exact.prefilled.rows == 4 * PROMPT
 
 
-def test_log_probs_of_other_weights_fail_and_only_where_temperature_is_1():
+def test_log_probs_of_other_weights_are_suspect_and_only_where_temperature_is_1():
     sample = sample_of()
     other = again_of(sample, log_probs=sample.rollout_log_probs[1:] + np.float32(0.01))
-    record, (failure,) = judged(sample, other)
-    assert failure.layer_number == 0 and failure.got == TOKENS - PROMPT
+    record, failures = judged(sample, other)
+    assert not failures and suspects(record) == ["log-probs"]
     assert record.log_prob_off_max == pytest.approx(0.01, rel=1e-3)
-    assert not judged(sample, other, log_probs=False)[1]
+    assert not suspects(judged(sample, other, log_probs=False)[0])
 
 
 def test_log_probs_behind_a_row_that_differs_are_that_rows_doing():
@@ -172,9 +223,9 @@ def test_log_probs_behind_a_row_that_differs_are_that_rows_doing():
     rows, log_probs = sample.routed_experts.copy(), sample.rollout_log_probs[1:].copy()
     rows[50, 0] = routes(9)[50, 0]
     log_probs[50:] += 0.01
-    assert not judged(sample, again_of(sample, rows=rows, log_probs=log_probs))[1]
+    assert not suspects(judged(sample, again_of(sample, rows=rows, log_probs=log_probs))[0])
     log_probs[:50] += 0.01
-    assert judged(sample, again_of(sample, rows=rows, log_probs=log_probs))[1]
+    assert suspects(judged(sample, again_of(sample, rows=rows, log_probs=log_probs))[0])
 
 
 def test_the_log_prob_of_the_row_that_differs_is_that_rows_doing_and_the_one_before_is_not():
@@ -186,7 +237,7 @@ def test_the_log_prob_of_the_row_that_differs_is_that_rows_doing_and_the_one_bef
         log_probs = sample.rollout_log_probs[1:].copy()
         log_probs[count:] += 0.01
         record, _ = judged(sample, again_of(sample, rows=rows, log_probs=log_probs))
-        assert record.log_probs_differ == (1 if count == 49 else 0)
+        assert (record.log_prob_off_max > 0.009) == (count == 49)
         assert record.num_log_probs == 50 - (PROMPT - 1)
 
 
@@ -212,96 +263,67 @@ def test_each_server_is_judged_by_its_own_noise():
             dtype="float32",
         )
         assert [r.noise.rows_seldom_differ for r in records] == [False, True]
-        assert [bool(recheck_failures(r)) for r in records] == [False, True]
+        sampling = judge_recheck(records, 0, Suspicions(calibrating=0))
+        assert {s.server for s in sampling.statistics if s.sum >= 1} == {1}
     # nor is a server without a measurement judged by another's
     rollout = RecheckedRollout(parts, 0, exact)
     records = compare_rollout(
         4, rollout, [sample], lambda s: s, list(LAYERS), log_probs=True, dtype="float32"
     )
     assert records[0].noise is None and records[1].noise is not None
-    assert judge_recheck(records, 0).parts == 1
+    assert judge_recheck(records, 0, Suspicions()).parts == 1
 
 
 def test_log_probs_behind_a_row_that_differs_count_where_that_is_common():
-    """Only there does the tolerance cover them; one row of 5000 is not in a 99th percentile."""
+    """Only there are they part of what was measured."""
     sample = sample_of()
     rows = sample.routed_experts.copy()
     rows[50, 0] = routes(9)[50, 0]
+    again = again_of(sample, rows=rows)
+    seldom, common = (replace(EXACT, decoded=rows_apart({2: n}, rows=4200)) for n in (49, 50))
+    assert judged(sample, again, seldom)[0].num_log_probs == 50 - (PROMPT - 1)
+    assert judged(sample, again, common)[0].num_log_probs == TOKENS - PROMPT
+
+
+def test_one_token_far_off_counts_as_thirty_and_many_are_suspect():
+    sample = sample_of()
     log_probs = sample.rollout_log_probs[1:].copy()
-    log_probs[50:] += 0.01
-    again = again_of(sample, rows=rows, log_probs=log_probs)
-    seldom, common = (Noise(5000, {1: 0, 2: n, 3: 0}, 2000, 0, 1e-4) for n in (49, 50))
-    record, failures = judged(sample, again, seldom)
-    assert record.num_log_probs == 50 - (PROMPT - 1) and not failures
-    record, (failure,) = judged(sample, again, common)
-    assert record.num_log_probs == TOKENS - PROMPT and failure.got == TOKENS - 1 - 50
+    log_probs[60] += 3
+    record, _ = judged(sample, again_of(sample, log_probs=log_probs))
+    assert record.log_prob_off == pytest.approx(30e-6 / (TOKENS - PROMPT)) and not suspects(record)
+    log_probs[60:] += 3
+    assert suspects(judged(sample, again_of(sample, log_probs=log_probs))[0]) == ["log-probs"]
 
 
-@pytest.mark.parametrize("dtype, fails", [("float32", True), ("bfloat16", False)])
-def test_one_rounding_of_a_logit_is_no_fault_of_a_server_in_half_precision(dtype, fails):
+@pytest.mark.parametrize("dtype, suspect", [("float32", ["log-probs"]), ("bfloat16", [])])
+def test_one_rounding_of_a_logit_is_nothing_of_a_server_in_half_precision(dtype, suspect):
     """It moves every later token of its sample, and may be in none of those that were measured."""
     sample = sample_of()
     exact = [(sample_of(i), again_of(sample_of(i))) for i in range(8)]
     noise = measured_noise(exact, list(LAYERS), dtype)[0]
     log_probs = sample.rollout_log_probs[1:].copy()
     log_probs[60:] += 0.004
-    assert bool(judged(sample, again_of(sample, log_probs=log_probs), noise)[1]) == fails
+    assert suspects(judged(sample, again_of(sample, log_probs=log_probs), noise)[0]) == suspect
     # what other weights do is beyond both
     log_probs[60:] += 0.1
-    assert judged(sample, again_of(sample, log_probs=log_probs), noise)[1]
+    assert suspects(judged(sample, again_of(sample, log_probs=log_probs), noise)[0])
 
 
-def test_noise_without_log_probs_has_the_least_tolerance_and_a_wild_server_the_most():
+def test_noise_without_log_probs_is_the_least():
     silent = sample_of(weight_versions=np.full(TOKENS, -1, np.int32))
     noise = measured_noise([(silent, again_of(silent))], list(LAYERS), "float32")[0]
-    assert (noise.num_log_probs, noise.log_prob_tolerance) == (0, 1e-4)
-    sample = sample_of()
-    wild = again_of(sample, log_probs=sample.rollout_log_probs[1:] + np.float32(10))
-    noise = measured_noise([(sample, wild)], list(LAYERS), "float32")[0]
-    assert (noise.log_prob_tolerance, noise.log_probs_differ) == (0.5, TOKENS - PROMPT)
-    # so it does not excuse itself either
-    record, failures = judged(sample, replace(wild, held_version=9), noise)
-    assert [(f.layer_number, f.got) for f in failures] == [(0, 9)]
-
-
-def test_a_log_prob_differs_beyond_the_tolerance_alone():
-    sample = sample_of(rollout_log_probs=np.full(TOKENS, -1, np.float32))
-    noise = replace(EXACT, log_prob_tolerance=0.25)
-    for off, differ in ((0.25, 0), (0.5, TOKENS - PROMPT)):
-        again = again_of(sample, log_probs=np.full(TOKENS - 1, -1 - off, np.float32))
-        record, failures = judged(sample, again, noise)
-        assert record.log_probs_differ == differ and bool(failures) == bool(differ)
-
-
-def differing(layer: int, count: int, noise: Noise) -> list:
-    """The failures of a sample of which so many rows differ in a layer (1-based)."""
-    record = comparison(4, num_rows=200, noise=noise, rows_differ={1: 0, 2: 0, 3: 0, layer: count})
-    return [(f.layer_number, f.got, f.expected) for f in recheck_failures(record)]
-
-
-def test_the_share_of_a_layer_is_of_the_rows_that_were_measured():
-    noise = Noise(1000, {1: 0, 2: 0, 3: 100}, 2000, 20, 1e-4)
-    most = limit(200, 0.1)
-    assert most == 100  # 60 + 5 sqrt(60) + 2 = 100.7
-    assert differing(3, most, noise) == [] and differing(3, most + 1, noise) == [(3, 101, 100)]
-    assert differing(2, 3, noise) == [] and differing(2, 4, noise) == [(2, 4, 3)]
-    # a layer that was not measured has no noise, and with no row measured there is none either
-    assert differing(3, 4, replace(noise, rows_differ={1: 0})) == [(3, 4, 3)]
-    assert differing(3, 4, Noise(0, dict.fromkeys(LAYERS, 0), 0, 0, 1e-4)) == [(3, 4, 3)]
-    most = limit(60, 0.01)
-    assert most == 10  # 1.8 + 5 sqrt(1.8) + 2 = 10.5
-    for count, failed in ((most, []), (most + 1, [(0, 11, 10)])):
-        found = recheck_failures(comparison(4, noise=noise, log_probs_differ=count))
-        assert [(f.layer_number, f.got, f.expected) for f in found] == failed
+    assert (noise.num_log_probs, noise.log_prob_off, noise.usual_off) == (0, 0.0, 1e-6)
 
 
 @pytest.mark.parametrize("at_start, failed", [(300, []), (301, [(2, 301, 300)])])
 def test_the_most_that_rounding_explains_at_the_start_is_three_tenths(at_start, failed):
-    assert differing(2, 0, Noise(1001, {1: 0, 2: at_start, 3: 0}, 2000, 0, 1e-4)) == failed
+    noise = replace(EXACT, decoded=rows_apart({2: at_start}, rows=1001))
+    found = recheck_failures(comparison(4, noise=noise))
+    assert [(f.layer_number, f.got, f.expected) for f in found] == failed
 
 
 def test_the_verdict_of_a_step_counts_what_was_judged_and_what_was_missed():
-    right, wrong = comparison(4), comparison(4, rows_differ={1: 99, 2: 0, 3: 0})
+    right, wrong = comparison(4), comparison(4, decoded=rows_apart({1: 99}))
     unknown = replace(wrong, noise=None)
     for records, verdict, parts in (
         ([right], "passed", 1),
@@ -309,7 +331,7 @@ def test_the_verdict_of_a_step_counts_what_was_judged_and_what_was_missed():
         ([right, unknown], "passed", 1),
         ([unknown], "no evidence", 0),
     ):
-        sampling = judge_recheck(records, 3)
+        sampling = judge_recheck(records, 3, Suspicions())
         assert (sampling.verdict, sampling.parts, sampling.missed) == (verdict, parts, 3)
         assert len(sampling.failures) == (verdict == "failed")
 
@@ -395,7 +417,7 @@ def test_the_prompt_of_an_agents_request_that_was_never_answered_is_not_compared
     rollout = RecheckedRollout(parts, 0, [(sample_of(1), again_of(sample_of(1)))])
     how = (lambda s: s, list(LAYERS))
     records = compare_rollout(4, rollout, [sample], *how, log_probs=True, dtype="float32")
-    assert [(r.sample_id, r.rows_differ) for r in records] == [(0, dict.fromkeys(LAYERS, 0))]
+    assert [(r.sample_id, r.decoded.share) for r in records] == [(0, 0.0)]
     with pytest.raises(AssertionError):
         compare_rollout(
             4, rollout, [sample_of(), sample_of(7)], *how, log_probs=True, dtype="float32"
@@ -406,9 +428,12 @@ def test_the_prompt_of_an_agents_request_that_was_never_answered_is_not_compared
 
 
 def test_nothing_computed_again_is_no_evidence_and_no_known_noise_neither():
-    assert judge_recheck([], 1).verdict == "no evidence"
+    assert judge_recheck([], 1, Suspicions()).verdict == "no evidence"
     record, failures = judged(sample_of(), again_of(sample_of(), rows=routes(1)), None)
-    assert not failures and judge_recheck([record], 0).verdict == "no evidence"
+    assert not failures and judge_recheck([record], 0, Suspicions()).verdict == "no evidence"
+    # a version is exact, and needs no noise
+    other = again_of(sample_of(), held_version=9)
+    assert [f.got for f in judged(sample_of(), other, None)[1]] == [9]
 
 
 # -- offline -----------------------------------------------------------------------------------
@@ -428,18 +453,18 @@ def test_a_run_whose_samples_were_computed_again_passes_with_its_numbers(tmp_pat
         "samples": 3,
         "parts": 3,
         "missed": 0,
-        "rows": 900,
+        "rows": 3 * 3 * 120,
         "rows_differ": 0,
         "log_probs": 180,
-        "log_probs_differ": 0,
+        "log_prob_off": 3 * 60 * 3e-7,
     }
     shown = CliRunner().invoke(main, ["check-evidence", str(run)]).output
-    assert "3 samples rechecked: other experts in 0 of 900 rows" in shown
+    assert "3 samples rechecked: other experts in 0 of 1,080 rows" in shown
 
 
 @pytest.mark.parametrize("run_saw_it", [True, False], ids=["in the run", "in the file"])
 def test_a_layer_that_differs_fails_the_claim_with_step_and_layer(tmp_path, run_saw_it):
-    wrong = {"rows_differ": {1: 0, 2: 90, 3: 0}}
+    wrong = {"decoded": rows_apart({2: 90})}
 
     def rechecked(step):
         return [comparison(step, **(wrong if step == 1 and run_saw_it else {}))]
@@ -448,14 +473,15 @@ def test_a_layer_that_differs_fails_the_claim_with_step_and_layer(tmp_path, run_
     if not run_saw_it:
         path = run / "evidence" / RECHECK_FILE
         lines = [json.loads(line) for line in path.read_text().splitlines()]
-        lines[1]["rows_differ"]["2"] = 90
+        lines[1]["decoded"]["differ"]["2"] = 90
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     audit = said(run)
     assert audit["verdict"] == "failed"
     assert {c for c, v in audit["claims"].items() if v == "failed"} == {CLAIM}
-    (found,) = audit["findings"]
+    found, *sums = audit["findings"]
+    assert {(f["step"], f["claim"]) for f in sums} == ({(2, CLAIM)} if not run_saw_it else set())
     assert (found["step"], found["layer_number"], found["got"]) == (1, 2, "90")
-    assert found["expected"] == "at most 2" and "sample 8 on server 0" in found["what"]
+    assert found["expected"] == "at most 80" and "sample 8 on server 0" in found["what"]
 
 
 def test_steps_without_a_comparison_are_no_fault_and_no_claim_is_made_without_one(tmp_path):

@@ -17,6 +17,7 @@ from r3train.host_group import join_ranks, leave_ranks
 from r3train.audit.audit_run import audit_run
 from r3train.proof.judge import StepTotals, sums_of
 from r3train.proof.live import prove_step
+from r3train.proof.suspicion import Suspicions
 from r3train.proof.writer import EvidenceWriter, rank_file
 from tests.unit.evidence_dirs import (
     edit,
@@ -50,6 +51,7 @@ def prove(run_dir: Path, calls, *, summed: bool):
         SHAPE,
         passes=PASSES,
         mismatch_threshold=0.02,
+        suspicions=Suspicions(1.0, 0),
     )
     writer.close()
     return verdict, [json.loads(line) for line in rank_file(run_dir, 0).open()]

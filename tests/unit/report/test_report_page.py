@@ -14,7 +14,7 @@ from r3train.observe.metrics import MetricsWriter
 from r3train.report.charts import CHARTS, thinned
 from r3train.report.report_page import names
 from r3train.report.report_data import load_run
-from tests.unit.evidence_dirs import comparison, edit, write_run
+from tests.unit.evidence_dirs import comparison, edit, rows_apart, write_run
 from tests.unit.report_runs import EVIL, page_of, Page, report, with_metrics, with_steps
 
 
@@ -146,17 +146,17 @@ def test_a_step_that_the_run_called_failed_is_so_without_its_evidence_too(tmp_pa
 
 
 def test_the_page_says_whether_the_samples_were_true_to_their_servers(tmp_path):
-    wrong = {"rows_differ": {1: 0, 2: 90, 3: 0}}
+    wrong = {"decoded": rows_apart({2: 90})}
     right, bad = (
         write_run(tmp_path / name, rechecked=lambda step: [comparison(step, **changes)])
         for name, changes in (("right", {}), ("bad", wrong))
     )
     page = page_of(with_metrics(right), with_metrics(bad))
-    facts = "3 samples rechecked: other experts in 0 of 900 rows, 0 of 180 log-probs off"
+    facts = "3 samples rechecked: other experts in 0 of 1,080 rows, log-probs 3e-07 nats apart on average"
     assert facts in page.words
     verdicts = r"recheck</td><td[^>]*>(\w+)</td>"
     assert re.findall(verdicts, page.text) == ["passed", "failed"]
-    assert "layer 2: rows with different experts in 100 rows" in page.words
+    assert "layer 2: decoded rows with different experts in 100 rows" in page.words
 
 
 # -- the table of charts -------------------------------------------------------------------------
