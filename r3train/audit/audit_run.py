@@ -12,7 +12,7 @@ import resource
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import islice, pairwise
+from itertools import groupby, islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from r3train.audit.evidence_schema import (
     RecheckLine,
     ServedLine,
     SESSIONS,
+    WEIGHTS,
     StepLine,
     StepReader,
     STEPS,
@@ -54,6 +55,7 @@ from r3train.proof.judge import (
 from r3train.proof.recheck_verdict import judge_recheck
 from r3train.proof.served_verdict import inconclusive, judge_served, statistics_again
 from r3train.proof.suspicion import suspicion_texts, Suspicions
+from r3train.proof.weights_verdict import WeightsHistory
 from r3train.proof.verdicts import FAILED, NO_EVIDENCE, SUSPECT
 from r3train.proof.writer import (
     CUSTODY_FILE,
@@ -62,6 +64,7 @@ from r3train.proof.writer import (
     RECHECK_FILE,
     SERVED_FILE,
     STEPS_FILE,
+    WEIGHTS_FILE,
 )
 from r3train.types import next_checked, ROUTES, RouteShape
 
@@ -188,6 +191,7 @@ class _RunAudit:
             self._read_metrics()  # first: a running job writes those of a step after its verdict
             self._read_verdicts()
             self._judge_steps()
+            self._judge_weights()
             self._judge_unjudged()
             whole = True
         except EvidenceError as error:
@@ -306,6 +310,23 @@ class _RunAudit:
             values = {"got": f"{record.statistics!s:.400}", "expected": f"{again!s:.400}"}
             self.audit.find(Finding(SERVED, what, record.step, **values))
         return replace(record, statistics=again)
+
+    def _judge_weights(self) -> None:
+        """Judge what servers said of their tensors, of every start on its own, and that each judged step has it."""
+        path = self._steps_file.with_name(WEIGHTS_FILE)
+        lines = read_lines(path, WEIGHTS) if path.exists() else ()
+        counts: Counter[Trained] = Counter()
+        histories: defaultdict[str, WeightsHistory] = defaultdict(WeightsHistory)
+        for (attempt, step, _), records in groupby(lines, lambda r: (r.attempt, r.step, r.sent)):
+            for text in histories[attempt].judge(update := list(records)):
+                self.audit.find(Finding(SERVED, text, step))
+            counts[attempt, step] += len(update)
+        for line in self._verdicts():
+            got = counts[line.attempt, line.step]
+            if line.held is not None and got != line.held:
+                what = f"servers in {WEIGHTS_FILE}"
+                values = {"got": str(got), "expected": str(line.held)}
+                self.audit.find(Finding(SERVED, what, line.step, **values))
 
     def _add_canaries(self, records: Sequence[ServedLine]) -> None:
         if not records:

@@ -35,7 +35,8 @@ from r3train.proof.judge import (
 from r3train.proof.recheck_verdict import RecheckRecord
 from r3train.proof.served_verdict import ServedRecord
 from r3train.proof.suspicion import Statistic
-from r3train.types import Fingerprint, INDEXER, ReplayEvidence, ReplayPass, ROUTES
+from r3train.proof.weights_verdict import WeightsRecord
+from r3train.types import Amount, Fingerprint, INDEXER, ReplayEvidence, ReplayPass, ROUTES
 
 _HEX = re.compile(r"0x[0-9a-f]{1,16}", re.ASCII)
 _PLACE = re.compile(r" - at `\$\.([\w/]+)`$")
@@ -78,6 +79,13 @@ class ServedLine(ServedRecord):
     attempt: Attempt = ""
 
 
+@dataclass(frozen=True, slots=True)
+class WeightsLine(WeightsRecord):
+    """One line of ``weights.jsonl``: what a server held after an update, and the start of the run that asked it."""
+
+    attempt: Attempt = ""
+
+
 class StepLine(StepExpectation, frozen=True, kw_only=True):
     """One line of ``steps.jsonl``: the run's own verdict on a step, and all that it was judged by."""
 
@@ -102,6 +110,7 @@ class StepLine(StepExpectation, frozen=True, kw_only=True):
     sampling: Sampling | None = None
     custody: Custody | None = None
     served: Served | None = None
+    held: Amount | None = None
 
     def __post_init__(self) -> None:
         if self.topk > self.num_experts:
@@ -153,6 +162,7 @@ def _fingerprint(kind: type, value: Any) -> Any:
 RECORDS = msgspec.json.Decoder(RecordLine, dec_hook=_fingerprint)
 RESCORED = msgspec.json.Decoder(RecheckLine, dec_hook=_fingerprint)
 CANARIES = msgspec.json.Decoder(ServedLine)
+WEIGHTS = msgspec.json.Decoder(WeightsLine)
 SESSIONS = msgspec.json.Decoder(CustodyLine)
 STEPS = msgspec.json.Decoder(StepLine, dec_hook=_fingerprint)
 METRICS = msgspec.json.Decoder(MetricsLine)

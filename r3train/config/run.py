@@ -169,6 +169,24 @@ class RunConfig(Section):
         return self.replay.r3_canaries
 
     @property
+    def judges_held_weights(self) -> bool:
+        """True if servers' own checksums are read after every update: with the R3 check or check_weight_update_equal.
+
+        Not where servers store other values than were sent to them (a quantization, adapters), and where one server has several
+        replicas.
+        """
+        servers = self.rollout.sglang
+        asked = self.r3_check_enabled or self.trainer.check_weight_update_equal
+        stores_alike = not servers.get("quantization") and not self.serves_adapters
+        return (
+            asked
+            and self.has_engines
+            and stores_alike
+            and servers.get("dp_size") in (None, 1)
+            and not self.checkpoint.debug_rollout_only
+        )
+
+    @property
     def eval_sets(self) -> tuple[EvalDataset, ...]:
         """The evaluation sets, those of the flag first, with defaults resolved; rm_type None is the run's reward."""
         own, data, rollout = self.eval, self.data, self.rollout

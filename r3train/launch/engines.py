@@ -69,6 +69,16 @@ _WIRE_BYTES_OF_AN_ID = 4 * 4 / 3
 _WIRE_BYTES_OF_A_WORD = 8 * 4 / 3  # of the bits of what an indexer chose
 # drawn at the start, where texts are short
 _MOST_CANARY_ANSWERS = 64
+# of a server's arguments those by which it holds other tensors than another
+_LAYOUT = (
+    "version",
+    "tp_size",
+    "ep_size",
+    "pp_size",
+    "dtype",
+    "quantization",
+    "moe_runner_backend",
+)
 
 
 class Engines(RolloutFleet):
@@ -194,6 +204,7 @@ class Engines(RolloutFleet):
         # started ones hold the checkpoint, which is version 0 where versions are no adapters
         version = 0 if self._servers and self._adapters is None else None
         self._versions = ServerVersions([version] * len(self._addrs))
+        self._layouts: list[str] | None = None  # of the servers' tensors, once asked for
         self._control = EngineControl(
             self._addrs,
             api_key=self._api_key,
@@ -267,6 +278,18 @@ class Engines(RolloutFleet):
         reference = self._by_files(DiskPublisher, "weight_check", flush_cache=False)
         require_equal_on_servers(self._control, reference, weights, version=version)
         return reference.newest
+
+    def weight_checksums(self, version: int | None) -> tuple[dict[int, dict[str, str]], list[str]]:
+        """The checksums of the tensors of every server in use, and each server's layout.
+
+        None as ``version`` reads all servers.
+        """
+        if self._layouts is None:
+            infos = self._control.server_info()
+            self._layouts = [repr([info.get(key) for key in _LAYOUT]) for info in infos]
+        every = dict(enumerate(self._control.weight_checksums()))
+        used = every if version is None else self._versions.holders(version)
+        return {server: every[server] for server in used}, self._layouts
 
     def canary_texts(self, count: int, longest: int) -> list[np.ndarray]:
         """Make ``count`` texts of ``longest`` tokens, int32[longest] each: prompts of the run with answers to them.

@@ -39,6 +39,7 @@ from r3train.loop.canaries import Canaries, NotServed
 from r3train.loop.device_turns import Colocated, Disaggregated
 from r3train.loop.distribute import gather_topologies
 from r3train.loop.fleet import RankZero
+from r3train.loop.held_weights import HeldWeights
 from r3train.loop.memory_use import memory_metrics
 from r3train.loop.intake import Intake, Taken
 from r3train.loop.outcome import settle
@@ -105,6 +106,10 @@ class AsyncLoop:
                 resumed=self.resumed,
             )
             run_state.keep_more = self._canaries.keep
+        held = None
+        if config.judges_held_weights:
+            held = HeldWeights(config, rank_zero, self.evidence)
+        self._held = held
         self._update = WeightUpdate(
             config=config,
             hf=hf,
@@ -116,12 +121,13 @@ class AsyncLoop:
             stage=self.stage,
             topologies=self._topologies,
             canaries=self._canaries,
+            held=held,
         )
         plant = planted_in_routes(plant, routes) if plant is not None else None
         self._intake = Intake(
             config, hf, rank_zero, routes, run_state, self._update, self._topologies, plant
         )
-        self._proof = StepProof(config, hf, actor, self.evidence, routes, self._canaries)
+        self._proof = StepProof(config, hf, actor, self.evidence, routes, self._canaries, held)
         self._source: RolloutSource | None = None  # on rank 0
         self._route_wire_bytes = 0
         self._speed = None
@@ -139,7 +145,8 @@ class AsyncLoop:
             return self._run(start_rollout_id)
         except NotServed as error:
             # with servers that went on nobody knows which answers in the buffer are theirs
-            went_on = self._canaries.beside_generation or self._canaries.in_turns
+            canaries = self._canaries
+            went_on = canaries is not None and (canaries.beside_generation or canaries.in_turns)
             if error.version > start_rollout_id and not went_on:
                 what = "a server does not compute what the actor computes"
                 self.run_state.save_failed(error.version, str(error), what)
@@ -188,6 +195,8 @@ class AsyncLoop:
 
     def _start(self, rollout_id: int) -> None:
         """Bring the servers to the weights that the run starts from, and begin to generate."""
+        if self._held is not None:
+            self._held.begin(rollout_id)
         if rollout_id or self.config.servers_may_hold_other_weights:
             self._update.publish(rollout_id)
         if self._canaries is not None:

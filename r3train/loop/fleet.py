@@ -61,6 +61,10 @@ class RolloutFleet:
         """Let every server that holds ``version`` score texts, each with its cache key, ``at_once`` at a time."""
         raise AssertionError("there is no server")
 
+    def weight_checksums(self, version: int | None) -> tuple[dict[int, dict[str, str]], list[str]]:
+        """The checksums of the tensors of every server that holds ``version``, None for all, and each server's layout."""
+        raise AssertionError("there is no server")
+
     def route_wire_bytes(self) -> int:
         """Base64 bytes of routes that this process has received."""
         return 0

@@ -14,6 +14,7 @@ from r3train.chat.token_ledger import session_ledgers
 from r3train.config import RunConfig
 from r3train.config.hf_facts import HfModelFacts
 from r3train.loop.canaries import Canaries
+from r3train.loop.held_weights import HeldWeights
 from r3train.loop.prepare import Prepared
 from r3train.loop.rollout_source import RolloutSource
 from r3train.loop.route_transport import Routes
@@ -39,7 +40,7 @@ _SAID_WITHOUT_RECHECK = 3
 class StepProof:
     """Judges the replay of each step; all ranks call its methods together.
 
-    evidence: None with the R3 check off; source: rank 0's, which rechecks samples; canaries: None where they are off.
+    evidence: None with the R3 check off; source: rank 0's, which rechecks samples; canaries, held: None where they are off.
     """
 
     config: RunConfig
@@ -48,6 +49,7 @@ class StepProof:
     evidence: EvidenceWriter | None
     routes: Routes
     canaries: Canaries | None
+    held: HeldWeights | None = None
 
     def __post_init__(self) -> None:
         self._start: int | None = None  # the first rollout that was asked about
@@ -89,6 +91,7 @@ class StepProof:
             missed=missed,
             custody=self._custody(rollout_id, prepared),
             served=self.canaries and self.canaries.served(rollout_id),
+            held=self.held and self.held.count(rollout_id),
         )
         if verdict is not None:
             self._say(verdict)

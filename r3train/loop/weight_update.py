@@ -17,6 +17,7 @@ from r3train.loop.canaries import Canaries
 from r3train.loop.device_turns import Disaggregated, Sent
 from r3train.loop.distribute import broadcast_json, gather_json
 from r3train.loop.fleet import RankZero
+from r3train.loop.held_weights import HeldWeights
 from r3train.loop.recovery import Recovery
 from r3train.loop.rollout_source import RolloutSource
 from r3train.loop.run_state import RunState
@@ -32,7 +33,7 @@ class WeightUpdate:
     """Publishes weight versions; all ranks call its methods together.
 
     rank_zero: None on other ranks; stage: sends a later pipeline stage's weights, on its leader;
-    topologies: of all ranks; canaries: None where they are off.
+    topologies: of all ranks; canaries, held: None where they are off.
     """
 
     config: RunConfig
@@ -45,6 +46,7 @@ class WeightUpdate:
     stage: StageLeaderPublisher | None
     topologies: list[RankTopology]
     canaries: Canaries | None = None
+    held: HeldWeights | None = None
 
     def __post_init__(self) -> None:
         self._source: RolloutSource | None = None
@@ -129,6 +131,8 @@ class WeightUpdate:
             weights = self.actor.adapter_weights()
         else:
             weights = self.actor.hf_weights(targets_alone=targets_only, per_stage=self._stages_send)
+        if self.held is not None:
+            weights = self.held.over(weights)
         again = []
         if self.config.trainer.check_weight_update_equal and not adapters:
             # the servers' tensors are compared with a second, whole export
@@ -149,10 +153,13 @@ class WeightUpdate:
                 self.stage.send(weights, version=weight_version)
             for _ in chain(weights, *again):
                 raise AssertionError("only rank 0 holds whole tensors")
+            if self.held is not None:
+                self.held.judge(weight_version)
             if canaries is not None:
                 canaries.join(weight_version)
             return {}, None
         fleet, published, canary_metrics = self.rank_zero.engines, None, {}
+        held_metrics: dict[str, Any] | None = None
 
         def drain() -> None:
             """Let the other ranks go on, which are sending."""
@@ -160,6 +167,8 @@ class WeightUpdate:
                 fleet.publisher.abandon()
             for _ in chain(weights, *again):
                 pass
+            if self.held is not None and held_metrics is None:
+                self.held.judge(weight_version, sent=False)
             if canaries is not None and not canary_metrics:
                 canaries.skip()
 
@@ -182,6 +191,8 @@ class WeightUpdate:
                     )
                 for export in again:
                     self._export = fleet.compare_weights(export, weight_version)
+                if self.held is not None:
+                    held_metrics = self.held.judge(weight_version)
                 if canaries is not None and not canaries.beside_generation:
                     judge_canaries()
                 if self._source is not None:
@@ -200,6 +211,7 @@ class WeightUpdate:
             "perf/published_bytes": published.num_bytes,
             "perf/published_tensors": published.num_tensors,
             "rollout/weight_version": weight_version,
+            **(held_metrics or {}),
             **canary_metrics,
         }, None
 

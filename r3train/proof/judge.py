@@ -369,7 +369,8 @@ class StepVerdict:
     where a sum has reached the limit or the place is gross.  above_threshold: the same as a failure.  stale_warning: where
     rows of other weights are above the threshold, which fails nothing.
     sampling: None where no sample was to be rechecked.  custody: None where no agent made the samples.  served: of the
-    weight version that the step trained, None without canaries; a failure has ended the run before.
+    weight version that the step trained, None without canaries; a failure has ended the run before.  held: servers
+    whose own checksums of these weights were judged; None where they are not read.
     """
 
     step: int
@@ -384,6 +385,7 @@ class StepVerdict:
     sampling: Sampling | None = None
     custody: Custody | None = None
     served: Served | None = None
+    held: int | None = None
 
     @property
     def passed(self) -> bool:
@@ -661,6 +663,7 @@ def step_line(
         **({} if verdict.sampling is None else {"sampling": asdict(verdict.sampling)}),
         **({} if verdict.custody is None else {"custody": asdict(verdict.custody)}),
         **({} if verdict.served is None else {"served": asdict(verdict.served)}),
+        **({} if verdict.held is None else {"held": verdict.held}),
     }
 
 

@@ -39,6 +39,7 @@ def prove_step(
     missed: int = 0,
     custody: Sequence[CustodyRecord] = (),
     served: Served | None = None,
+    held: int | None = None,
 ) -> StepVerdict | None:
     """Write this rank's records, add up all ranks' sums, judge them and write the verdict.
 
@@ -46,7 +47,7 @@ def prove_step(
     right.  No verdict is written before the records of all ranks.  expectation: on rank 0 only, which
     alone has a verdict.  suspicions: see ``judge``.  rechecked: comparisons with samples that were rechecked, None without any
     to expect; missed: see ``Sampling``; custody: the sessions of agents; served: the
-    canaries of the step's weights, None without any.
+    canaries of the step's weights, None without any; held: servers whose checksums of these weights were judged.
     """
     suspicions = suspicions or Suspicions()
     if not evidence.summed:
@@ -68,7 +69,7 @@ def prove_step(
         )
         if rechecked is not None:
             verdict = replace(verdict, sampling=judge_recheck(rechecked, missed, suspicions))
-        verdict = replace(verdict, custody=judge_custody(custody), served=served)
+        verdict = replace(verdict, custody=judge_custody(custody), served=served, held=held)
         wrong = not verdict.passed or any(misaligned(totals, expectation))
     if evidence.summed:
         flag = torch.tensor([bool(wrong)])

@@ -22,6 +22,7 @@ from r3train.proof.judge import sums_of
 from r3train.proof.custody_verdict import CustodyRecord
 from r3train.proof.recheck_verdict import RecheckRecord
 from r3train.proof.served_verdict import ServedRecord
+from r3train.proof.weights_verdict import WeightsRecord
 from r3train.types import ReplayEvidence, ROUTES
 
 logger = logging.getLogger(__name__)
@@ -31,6 +32,7 @@ STEPS_FILE = "steps.jsonl"
 RECHECK_FILE = "rechecked.jsonl"
 CUSTODY_FILE = "custody.jsonl"
 SERVED_FILE = "served.jsonl"
+WEIGHTS_FILE = "weights.jsonl"
 _STEP = re.compile(rb'"step": (\d+)')
 
 
@@ -126,6 +128,11 @@ class EvidenceWriter:
         """Store what the servers said of the canaries after one update (rank 0 only)."""
         lines = [{"attempt": self._attempt, **asdict(record)} for record in records]
         append_lines(self._run_dir / EVIDENCE_DIR / SERVED_FILE, lines)
+
+    def write_weights(self, records: Sequence[WeightsRecord]) -> None:
+        """Store what the servers held after one update (rank 0 only)."""
+        lines = [{"attempt": self._attempt, **asdict(record)} for record in records]
+        append_lines(self._run_dir / EVIDENCE_DIR / WEIGHTS_FILE, lines)
 
     def write_step(self, verdict: dict) -> None:
         """Store the step's verdict (rank 0 only)."""

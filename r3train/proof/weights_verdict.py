@@ -1,0 +1,105 @@
+"""WEIGHTS: after every update, before generation goes on, servers hold what was sent, by their own checksums.
+
+SGLang hashes the bytes of every parameter and persistent buffer that it holds.  Three faults are told by these, exactly and
+in every dtype; rounding cannot make any of them:
+
+    SAME     a server holds bit by bit what it held after an earlier update, although other weights were sent since
+    RESTART  a server holds bit by bit what it was started with, although an update has changed that before
+    UNLIKE   servers of one layout hold other tensors than one another: these are named
+
+What was sent is told by the sum of its words, as servers store them: no update that rounding hides is taken for another.
+One tensor that the only server kept is told by none of the three (``--check-weight-update-equal`` tells it).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from msgspec import Meta
+
+from r3train.types import Amount
+
+Hex = Annotated[str, Meta(pattern=r"\A[0-9a-f]{0,64}\Z")]
+_NAMED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsRecord:
+    """What one server held after one update; a line of ``evidence/weights.jsonl``.
+
+    step: the weight version, which is the rollout that these weights train.  sent: the sum of the words that were sent, ""
+    of what servers were started with; tensors_sent: their number.  layout: of a server, alike on servers that hold the same
+    tensors.  held: the hash of a server's checksums.  unlike: tensors that the first server of its layout holds otherwise.
+    """
+
+    step: Amount
+    server: Amount
+    sent: Hex
+    tensors_sent: Amount
+    layout: Hex
+    tensors: Amount
+    held: Hex
+    unlike: list[str]
+
+
+def weights_records(
+    version: int, sent: tuple[str, int], held: Mapping[int, dict[str, str]], layouts: Sequence[str]
+) -> list[WeightsRecord]:
+    """The records of an update; held: checksums of each server, by the tensor's name."""
+    first: dict[str, dict[str, str]] = {}
+    records = []
+    for server, checksums in held.items():
+        names = sorted(checksums)
+        layout = _hash([layouts[server], *names])
+        others = first.setdefault(layout, checksums)
+        records.append(
+            WeightsRecord(
+                step=version,
+                server=server,
+                sent=sent[0],
+                tensors_sent=sent[1],
+                layout=layout,
+                tensors=len(names),
+                held=_hash([f"{name} {checksums[name]}" for name in names]),
+                unlike=[n for n in names if checksums[n] != others[n]][:_NAMED],
+            )
+        )
+    return records
+
+
+def _hash(lines: Sequence[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+@dataclass(eq=False)
+class WeightsHistory:
+    """What every server of a start held after its updates."""
+
+    # by server: {hash: (weight version, (sum, tensors) that were sent)}
+    _held: dict[int, dict[str, tuple[int, tuple[str, int]]]] = field(default_factory=dict)
+
+    def judge(self, records: Sequence[WeightsRecord]) -> list[str]:
+        """Take the records of an update; returns a line for each fault."""
+        found = []
+        first: dict[str, WeightsRecord] = {}
+        for record in records:
+            place = f"server {record.server}, weight version {record.step}"
+            held = self._held.setdefault(record.server, {})
+            sent = record.sent, record.tensors_sent
+            if earlier := held.get(record.held):
+                version, sent_before = earlier
+                if not sent_before[0] and record.sent:
+                    if len(held) > 1:
+                        found.append(f"RESTART: {place}: it holds all that it was started with")
+                elif sent_before != sent and sent_before[1] == sent[1]:
+                    text = f"it holds all {record.tensors} tensors of weight version {version}"
+                    found.append(f"SAME: {place}: {text}, and others were sent since")
+            held.setdefault(record.held, (record.step, sent))
+            like = first.setdefault(record.layout, record)
+            if record.held != like.held:
+                names = ", ".join(record.unlike)
+                found.append(f"UNLIKE: {place}: {names} are not those of server {like.server}")
+        return found
