@@ -80,6 +80,16 @@ def test_blocks_become_messages():
     assert request.ignored == ("temperature", "thinking")
 
 
+def test_text_before_a_tools_result_is_said_once_and_before_it():
+    result = _block("tool_result", tool_use_id="t1", content="a lawn")
+    blocks = [_block("text", text="it says"), result, _block("text", text="and now?")]
+    for content in (blocks, blocks[:2]):
+        messages = _read(messages=[*_HISTORY[:2], {"role": "user", "content": content}])
+        said = [(m["role"], m["content"]) for m in messages.request.messages[2:]]
+        expected = [("user", "it says"), ("tool", "a lawn"), ("user", "and now?")]
+        assert said == expected[: len(content)]
+
+
 @pytest.mark.parametrize(
     "fields, what",
     [

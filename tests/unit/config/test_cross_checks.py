@@ -12,6 +12,7 @@ from r3train.config.cross_checks import (
     replayed_index_topk,
     check_static,
     prompt_limit,
+    rate_warnings,
     replay_warnings,
 )
 from r3train.config.sources import ConfigError
@@ -72,6 +73,7 @@ NOT_THE_MODELS = f"""
     | {TWO_STAGES}, decoder_first_pipeline_num_layers=5 | leave -1 for 1 stages
     | {TWO_STAGES}, decoder_first_pipeline_num_layers=2, decoder_last_pipeline_num_layers=1 | leave 1 for 0 stages
     num_hidden_layers=6, moe_layer_numbers=[1, 2, 3, 4, 5, 6] | {TWO_STAGES}, virtual_pipeline_model_parallel_size=2 | a stage of 3 layers does not divide by virtual
+    num_hidden_layers=5 | {TWO_STAGES}, decoder_first_pipeline_num_layers=2, virtual_pipeline_model_parallel_size=2 | a stage of 3 layers does not divide by virtual
     num_hidden_layers=27 | {TWO_STAGES} | 27 layers do not divide by 2
     | rollout_max_context_len=600 | rollout_max_context_len 600 exceeds
     | rollout_max_response_len=512 | leaves no room for a prompt in max_position
@@ -93,6 +95,13 @@ def test_a_checkpoint_that_does_not_fit_is_refused(hf, fields, complaint):
     with pytest.raises(ConfigError) as refused:
         check_model(made(fields)[0], facts(**keys), 24)
     assert complaint in str(refused.value)
+
+
+def test_a_warmup_is_counted_in_optimizer_steps_of_which_a_rollout_may_have_several():
+    steps = dict(num_rollout=3, global_batch_size=4)  # 4 steps in each rollout
+    assert list(rate_warnings(config(**steps, lr_warmup_iters=12))) == []
+    assert len(list(rate_warnings(config(**steps, lr_warmup_iters=13)))) == 1
+    assert len(list(rate_warnings(config(num_rollout=3, lr_warmup_iters=4)))) == 1
 
 
 def test_an_indexer_is_replayed_where_samples_may_be_longer_than_its_choice():

@@ -491,6 +491,26 @@ def test_a_bucket_is_made_while_the_one_before_it_is_sent(alone, monkeypatch):
     publisher.close()
 
 
+def test_a_group_made_after_a_restart_has_a_new_name(alone, monkeypatch):
+    """A server that was not restarted refuses the name of a group that it knows."""
+    monkeypatch.setattr(publish, "_ALIVE_EVERY_S", 0.01)
+    names, engine = [], SlowEngine([])
+    join = engine.init_weights_update_group
+
+    def noted(**arguments):
+        names.append(arguments["group_name"])
+        return join(**arguments)
+
+    monkeypatch.setattr(engine, "init_weights_update_group", noted)
+    publisher = DistributedPublisher(engine, bucket_bytes=8)
+    publisher.publish(tensors(2), version=1)
+    publisher.publish(tensors(2), version=2)
+    publisher.reconnect()
+    publisher.publish(tensors(2), version=2)
+    publisher.close()
+    assert len(names) == len(set(names)) == 2
+
+
 def test_two_buckets_take_turns_in_memory_that_stays_for_the_next_update(alone, monkeypatch):
     places, flat = [], publish.flatten
     monkeypatch.setattr(publish, "_ALIVE_EVERY_S", 0.01)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from tests.unit.simulated_engine import prompt_for, rollout_section, ROUTES, SimulatedEngine
 
 from r3train.engine.backend import EngineError, SamplingParams
+from r3train.generation.buffer import Group
 from r3train.generation.producer import Producer
 from r3train.generation.rollout_task import RequestSettings
 from r3train.generation.counts import Counts
@@ -63,8 +65,6 @@ class Engine(SimulatedEngine):
 
 
 def stitched(request, tokens):
-    from dataclasses import replace
-
     return replace(request, token_ids=tokens)
 
 
@@ -124,6 +124,17 @@ def test_where_versions_stay_an_older_sample_is_computed_again_beside_newer_ones
         rechecked = p.rechecked()
     assert rechecked.missed == 0 and len(rechecked.parts) == sum(map(len, groups))
     assert {part.weight_version for part in rechecked.parts} == {0}
+
+
+def test_several_samples_of_an_episode_are_one_that_was_computed_again():
+    rollout = rollout_section(rollout_batch_size=1, n_samples_per_prompt=2)
+    rechecking = Rechecking(rollout, 1.0, Counts(), samples_per_episode=4)
+    none = np.zeros(0, np.int32)
+    parts = [Rechecked(i, "whole", 0, 0, 0, none, 0, none, none) for i in (0, 1, 3)]
+    groups = [Group(0, prompt_for(0), rechecked=parts)]
+    assert asyncio.run(rechecking.rechecked_rollout(groups)).missed == 1
+    parts.append(replace(parts[0], sample_id=4))  # of the other episode
+    assert asyncio.run(rechecking.rechecked_rollout(groups)).missed == 0
 
 
 def test_without_a_share_nothing_is_computed_again():

@@ -23,8 +23,13 @@ def begun(length: int = 4) -> RolloutSample:
 
 
 def answered(
-    sample: RolloutSample, count: int, version: int = 0, cached: int = 0, retracted: int = 0
+    sample: RolloutSample,
+    count: int,
+    version: int | list[int] = 0,
+    cached: int = 0,
+    retracted: int = 0,
 ) -> RolloutSample:
+    """version: of all tokens, or of each."""
     first = stitch.rows_known(sample)
     rows = sample.num_tokens + count - 1 - first if count else 0
     segment = Segment(
@@ -56,6 +61,11 @@ def test_a_request_that_went_on_under_newer_weights_prefills_again_and_known_row
     assert letters(resumed) == "ppppdd" + "a" + "d" + "f"
     # the same weights: a longer answer in two requests is no update
     assert letters(answered(answered(begun(), 3), 2, version=0, cached=6)) == "ppppdd" + "p" + "df"
+
+
+def test_an_answer_that_an_update_froze_half_way_prefilled_under_the_weights_it_began_with():
+    frozen = answered(answered(begun(), 3), 2, version=[0, 1], cached=6)
+    assert letters(frozen) == "ppppdd" + "p" + "df"
 
 
 def test_an_answer_that_was_retracted_does_not_say_which_rows_were_computed_again():

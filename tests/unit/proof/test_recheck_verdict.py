@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from tests.unit.config.test_config import config
 from tests.unit.evidence_dirs import comparison, LAYERS, NOISE, rows_apart, write_run
+from tests.unit.hf_model import facts
 
 from r3train.cli import main
 from r3train.audit.audit_run import audit_run
+from r3train.loop import step_proof
+from r3train.loop.step_proof import StepProof
 from r3train.proof.recheck_verdict import (
     compare,
     compare_rollout,
@@ -405,6 +410,27 @@ def test_a_prompt_whose_answer_began_under_a_newer_version_is_not_compared():
         4, rollout, [sample], lambda s: s, list(LAYERS), log_probs=True, dtype="float32"
     )
     assert [r.weight_version for r in records] == [4]
+
+
+def test_a_part_that_is_not_compared_is_missed_by_its_step(monkeypatch):
+    sample, judged_by = sample_of(), {}
+    parts = [again_of(sample, part="prompt", weight_version=v) for v in (3, 4)]
+    rollout = RecheckedRollout(parts, 2, [(sample_of(1), again_of(sample_of(1)))])
+    monkeypatch.setattr(step_proof, "prove_step", lambda *of, **how: judged_by.update(how))
+    proof = StepProof(
+        config(use_rollout_routing_replay=True, enable_r3_correctness_check=True),
+        facts(moe_layer_numbers=LAYERS),
+        SimpleNamespace(collect_evidence=lambda step: []),
+        evidence=SimpleNamespace(),
+        routes=SimpleNamespace(recorded=lambda prepared: None, read=lambda sample: sample),
+        canaries=None,
+    )
+    prepared = SimpleNamespace(
+        samples=[SimpleNamespace(sample=sample)], expectation=lambda recorded: None
+    )
+    proof.judge(4, prepared, SimpleNamespace(rechecked=lambda: rollout))
+    # two that no server computed, and the prompt of another version
+    assert (len(judged_by["rechecked"]), judged_by["missed"]) == (1, 3)
 
 
 def test_the_prompt_of_an_agents_request_that_was_never_answered_is_not_compared():

@@ -59,6 +59,15 @@ def test_runs_are_side_by_side_with_their_verdicts(runs):
     assert "passed: 4 steps" in page.words
 
 
+def test_a_reward_of_the_last_tenth_is_that_of_the_newest_steps(tmp_path):
+    with MetricsWriter(tmp_path / "run", tensorboard=False) as metrics:
+        for step in range(20):
+            metrics.write(step, {"rollout/reward_mean": float(step)})
+    page = page_of(tmp_path / "run")
+    row = re.search(r"<tr><td[^>]*>reward, last tenth of the steps</td>(.*?)</tr>", page.text, re.S)
+    assert re.findall(r">([\d.]+)<", row[1]) == ["18.5"]  # of steps 18 and 19
+
+
 def test_runs_of_one_name_are_told_apart():
     assert names([Path("/a/x/run"), Path("/a/y/run")]) == ["x/run", "y/run"]
     assert names([Path("/a/one")]) == ["one"]
@@ -73,6 +82,17 @@ def test_a_sample_shows_prompt_answer_and_how_it_ended_and_keeps_the_label_folde
     assert "<b>say</b>" in shown and "3 tokens in 3.25 s, ended by the model" in shown
     samples = load_run(runs[0], "a").samples
     assert [s.generation_s for s in samples if s.kind == "slowest"] == [3.25, 2.25, 1.25]
+
+
+def test_the_worst_samples_of_a_run_are_those_of_lowest_reward_and_the_best_of_highest(tmp_path):
+    run = with_steps(tmp_path / "run", 5, rollout__reward_mean=0.5)
+    with MetricsWriter(run, tensorboard=False) as metrics:
+        for step, reward in enumerate((0.4, 0.1, 0.3, 0.2, 0.5)):
+            sample = {"response_len": 3, "text": "", "reward": reward}
+            metrics.write_samples(step, [{**sample, "kind": kind} for kind in ("worst", "best")])
+    shown = load_run(run, "run").samples
+    assert [s.reward for s in shown if s.kind == "worst"] == [0.1, 0.2, 0.3]
+    assert [s.reward for s in shown if s.kind == "best"] == [0.5, 0.4, 0.3]
 
 
 def test_the_command_writes_page_and_pictures(runs, tmp_path):

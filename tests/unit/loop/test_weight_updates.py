@@ -1,0 +1,106 @@
+"""Which weight versions servers are sent, and how much of each."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+from torch.distributed import HashStore
+
+from r3train.engine.backend import EngineDied
+from r3train.engine.publish import Published
+from r3train.host_group import join_ranks, leave_ranks
+from r3train.loop import async_loop, weight_update
+from r3train.loop.async_loop import AsyncLoop
+from r3train.loop.device_turns import Disaggregated
+from r3train.loop.fleet import RankZero
+from r3train.loop.intake import Intake, Taken
+from r3train.loop.recovery import Recovery
+from r3train.loop.train_rollout import Trained
+from r3train.loop.weight_update import WeightUpdate
+from r3train.observe.console import RunDisplay
+from r3train.types import RankTopology
+from tests.unit.config.test_config import config
+from tests.unit.hf_model import facts
+
+
+@pytest.fixture(autouse=True)
+def one_rank():
+    join_ranks("gloo", HashStore(), 0, 1, timeout=timedelta(seconds=60))
+    yield
+    leave_ranks()
+
+
+class Servers:
+    """Rank 0's servers, which are lost in the update to ``lost_at``."""
+
+    def __init__(self, lost_at: int) -> None:
+        self.lost_at, self.publisher = lost_at, self
+
+    def publish(self, weights, *, version):
+        if version == self.lost_at:
+            self.lost_at = -1
+            raise EngineDied("killed")
+        return Published(version, {}, 0, 1, 0.0)
+
+    def restart(self):
+        pass
+
+    abandon = restart
+
+    def restored(self, version):
+        pass
+
+
+def test_new_servers_of_a_lora_run_are_sent_all_tensors_and_later_the_targets_alone(monkeypatch):
+    unchecked = SimpleNamespace(require=lambda *sent, **how: None)
+    monkeypatch.setattr(weight_update, "WeightIndex", lambda *of: unchecked)
+    alone, servers = [], Servers(lost_at=3)
+
+    def hf_weights(*, targets_alone=False, per_stage=False):
+        alone.append(targets_alone)
+        return iter(())
+
+    update = WeightUpdate(
+        config=config(lora_rank=4, max_engine_restarts=1),
+        hf=facts(),
+        actor=SimpleNamespace(hf_weights=hf_weights),
+        rank_zero=RankZero(servers, RunDisplay(4, enabled=False), None, None),
+        turns=Disaggregated(),
+        recovery=Recovery(servers, enabled=True),
+        run_state=None,
+        stage=None,
+        topologies=[RankTopology()],
+    )
+    for version in (1, 2, 3, 4):
+        update.publish(version)
+    # the first, one more, one that is lost and sent to the new servers, and one more
+    assert alone == [False, True, True, False, True]
+
+
+@pytest.mark.parametrize(
+    "compared, stops, sent", [(False, False, [1, 2]), (True, False, [1, 2, 3]), (True, True, [])]
+)
+def test_the_last_weights_are_sent_only_to_be_compared(compared, stops, sent, monkeypatch):
+    versions, no_metrics = [], lambda *of: {}
+    monkeypatch.setattr(WeightUpdate, "publish", lambda _, version: versions.append(version) or {})
+    monkeypatch.setattr(Intake, "take", lambda *of: Taken([], None, {}))
+    trained = Trained({}, first_step_done=True)
+    monkeypatch.setattr(async_loop, "train_rollout", lambda *of: trained)
+    monkeypatch.setattr(async_loop, "settle", lambda *of: None)
+    monkeypatch.setattr(async_loop, "memory_metrics", no_metrics)
+    saves = ("save_due", "save_last", "save_stopped")
+    loop = AsyncLoop(
+        config(num_rollout=3, check_weight_update_equal=compared, r3_canaries=0),
+        facts(),
+        SimpleNamespace(topology=RankTopology(), device=None, check_replay=lambda on: None),
+        rank_zero=None,
+        evidence=None,
+        run_state=SimpleNamespace(
+            agree_on_stop=lambda: stops, **dict.fromkeys(saves, lambda *of, **how: None)
+        ),
+        routes=SimpleNamespace(metrics=no_metrics),
+    )
+    assert loop.run(0) == (1 if stops else 3)
+    assert versions == sent
