@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from r3train.data.sampled import no_log_prob, outside_vocabulary
-from r3train.engine.backend import Drafts, EngineError, Request, Segment
+from r3train.engine.backend import BadAnswer, BUSY, EngineBusy, EngineError
+from r3train.engine.backend import Drafts, Request, Segment
 from r3train.routing import indexer_topk
 from r3train.routing.wire import decode_routed_experts
 from r3train.types import Rechecked, RecheckPart, RouteShape, Scores
@@ -79,8 +80,8 @@ def read_answer(
     index_topk: the tokens that an indexer chooses for a row, where the answer must say them with its routes;
     serves_adapter: the request named the adapter of its version, and its tokens are of that.
 
-    Raises ValueError naming the sample for an answer that contradicts itself or the request, and
-    EngineError when the engine aborted the request for an error of its own.
+    Raises ValueError naming the sample for an answer that contradicts itself or the request, or that the engine
+    aborted for an error of its own, and EngineBusy where that error says to ask later.
     """
     name = request.name
     meta = meta_of(answer, sent.rid, name)
@@ -160,12 +161,12 @@ def read_recheck(
     """Validate and convert the answer to a text that was rechecked; serves_adapter: see ``read_answer``.
 
     Raises ValueError naming the sample: for an aborted one, for one that took tokens from the prefix
-    cache, and for one that contradicts itself or the request.
+    cache, and for one that contradicts itself or the request; EngineError for one that this client aborted.
     """
     name, num_tokens = request.name, len(request.token_ids)
     meta = meta_of(answer, sent.rid, name)
     if _finish_reason(meta.get("finish_reason"), name) == "abort":
-        raise ValueError(f"sample {name}: aborted")
+        raise (EngineError if sent.may_abort else ValueError)(f"sample {name}: aborted")
     # with a token from the cache the audit would hold the cache against itself
     expect_counts(meta, name, prompt_tokens=num_tokens, completion_tokens=0, cached_tokens=0)
     held_version = _version(meta.get("weight_version"), name)
@@ -400,10 +401,10 @@ def _finish_reason(reason: Any, name: str) -> str:
         raise ValueError(
             f"sample {name}: finish_reason is {reason!r}, expected a type of {FINISH_REASONS}"
         )
-    if kind == "abort" and reason.get("status_code"):
-        raise EngineError(
-            f"sample {name}: the engine aborted it ({reason['status_code']}): "
-            f"{reason.get('message')}"
+    if kind == "abort" and (status := reason.get("status_code")):
+        said = f"({str(status)[:100]}): {str(reason.get('message'))[:2000]}"
+        raise (EngineBusy if status in BUSY else BadAnswer)(
+            f"sample {name}: the engine aborted it {said}"
         )
     return kind
 

@@ -38,6 +38,10 @@ class AnswerRefused(EngineError):
     """An answer that was not read to its end: too long for its request, or compressed."""
 
 
+# statuses of servers and gateways that are overloaded or restarted for a moment
+BUSY = (429, 502, 503, 504)
+
+
 class EngineBusy(EngineError):
     """A status that says to ask again later: 429, 502, 503 or 504.  retry_after_s: by its header, or 0."""
 
@@ -46,7 +50,7 @@ class EngineBusy(EngineError):
         self.retry_after_s = retry_after_s
 
 
-class BadAnswer(ValueError):
+class BadAnswer(EngineError, ValueError):
     """An answer that contradicts itself or the request, ended early or never came."""
 
 

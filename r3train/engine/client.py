@@ -9,23 +9,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import logging
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from r3train.engine.backend import (
-    AnswerCutShort,
     AnswerLate,
     AnswerRefused,
     BadAnswer,
-    EngineBusy,
     EngineError,
     EngineUnreachable,
     Request,
@@ -38,17 +35,13 @@ from r3train.routing.indexer_topk import num_words
 from r3train.routing.wire import decode_routed_experts
 from r3train.types import Rechecked, RecheckPart, RouteShape
 from r3train.engine.control import ServerVersions
-from r3train.engine.sglang_http import SGLangHTTP, bound_of_texts
+from r3train.engine.sglang_http import ASKED_AGAIN, SGLangHTTP, Tries, bound_of_texts
 
-logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
-# errors that reading a malformed answer raises
-_MALFORMED = (ValueError, TypeError, LookupError, AttributeError, OverflowError)
 _REMEMBERED_GROUPS = 4096
 _VERSION_POLL_S = 0.05
 _ABORT_S = 3.0
-# between requests to a server that is busy, unless its Retry-After says more
-_BUSY_S, _LONGEST_BUSY_S = 1.0, 30.0
 # bytes in base64 of an id of an expert or of a token that was chosen, which is an int32, and of a word of
 # such bits; of an id within the sampling mask, with its comma
 _ID_BYTES, _WORD_BYTES, _KEPT_BYTES = 5.4, 10.8, 12
@@ -116,11 +109,10 @@ class SGLangClient:
     row, answers with routes bring its choices too.  ``versions`` knows what each server holds: a request
     never goes to one without the weights that it asks for.  ``cache_per_version`` hides prefixes cached
     under one version from requests of another, where a flush is impossible because requests are
-    running.  ``transport`` carries requests whose answers hold routes.  A request whose answer was bad
-    is sent again, to another server where there is one, until ``max_bad_answers`` have come;
-    ``on_bad_answer`` is called for each.  An answer that is not there within ``request_timeout_s`` is a
-    bad one, if ``/health`` answers within ``health_timeout_s``.  A busy server (see ``EngineBusy``) is asked
-    again after a growing pause, until one would end later than ``request_timeout_s`` after the first.  On ``shared_servers`` only requests of
+    running.  ``transport`` carries requests whose answers hold routes.  A request whose server is busy or whose
+    answer was bad is sent again as ``Tries`` says, to another server where there is one; ``on_bad_answer`` is called
+    for each.  An answer that is not there within ``request_timeout_s`` is a
+    bad one, if ``/health`` answers within ``health_timeout_s``.  On ``shared_servers`` only requests of
     this client are ever aborted.  With ``adapters`` a request names the adapter of its version, which
     stays loaded until the answer has come, and its tokens are of that version.  ``vocab_size`` bounds the
     ids of tokens; ``ends_at(server)`` is as in ``Sent``.
@@ -154,6 +146,8 @@ class SGLangClient:
             request_timeout_s=request_timeout_s,
             check_alive=check_alive,
             adapters_alone=adapters is not None,
+            max_bad_answers=max_bad_answers,
+            on_failed_try=on_bad_answer or (lambda: None),
         )
         self._adapters = adapters
         self.routes = routes
@@ -165,8 +159,6 @@ class SGLangClient:
         self._requests = itertools.count()
         # request ids begin with it: another job may use the same server
         self._name = f"r3train-{secrets.token_hex(4)}"
-        self._max_bad_answers = max_bad_answers
-        self._on_bad_answer = on_bad_answer or (lambda: None)
         self._shared_servers = shared_servers
         self._health_timeout_s = health_timeout_s
         self._running: dict[str, int] = {}  # request id -> its server
@@ -230,46 +222,36 @@ class SGLangClient:
             return await self._generate(request)
 
     async def _generate(self, request: Request) -> Segment:
-        sample_id, body = request.sample_id, self._body(request)
-        tried: list[int] = []  # the servers tried so far, in order
-        count, busy, first_busy = 0, 0, 0.0
+        body = self._body(request)
+
+        async def ask(tried: list[int]) -> Segment:
+            answer, sent = await self._ask(body, request, tried)
+            segment = read_answer(
+                answer,
+                request,
+                sent,
+                routes=self.routes if request.wants_routes else None,
+                decode=self._transport.decode,
+                index_topk=self._index_topk,
+                serves_adapter=self._adapters is not None,
+            )
+            return replace(segment, server=tried[-1])
+
+        return await self._answered(request, ask)
+
+    async def _answered(self, request: Request, ask: Callable[[list[int]], Awaitable[T]]) -> T:
+        """Return what ``ask`` reads of the request's first good answer; it appends the server that it asks."""
+        tries, tried = Tries(self.http, f"sample {request.sample_id}"), []
         while True:
             try:
-                answer, sent = await self._ask(body, request, tried)
-                segment = read_answer(
-                    answer,
-                    request,
-                    sent,
-                    routes=self.routes if request.wants_routes else None,
-                    decode=self._transport.decode,
-                    index_topk=self._index_topk,
-                    serves_adapter=self._adapters is not None,
-                )
-                return replace(segment, server=tried[-1])
-            except EngineBusy as error:
-                self._on_bad_answer()
-                first_busy = first_busy if busy else time.monotonic()
-                pause_s = min(max(_BUSY_S * 2**busy, error.retry_after_s), _LONGEST_BUSY_S)
-                busy += 1
-                if time.monotonic() + pause_s - first_busy > self.http.request_timeout_s:
-                    raise
-                self.http.check_alive()
-                logger.warning("asked again in %g s: %s", pause_s, error)
-                self._move_group(request.group_id, tried[-1])
-                await asyncio.sleep(pause_s)
-            except (*_MALFORMED, AnswerCutShort, AnswerLate, AnswerRefused) as error:
+                return await ask(tried)
+            except ASKED_AGAIN as error:
                 if isinstance(error, AnswerLate) and not await self._healthy(tried[-1]):
                     raise  # its /health is silent too: the server is lost
-                count += 1
-                self._on_bad_answer()
-                text = f"{error} (bad answer {count}, max_bad_answers {self._max_bad_answers})"
-                if not str(error).startswith("sample "):
-                    text = f"sample {sample_id}: {type(error).__name__}: {text}"
-                if count == self._max_bad_answers:
-                    cut_short = isinstance(error, AnswerCutShort)
-                    raise (AnswerCutShort if cut_short else BadAnswer)(text) from error
-                logger.warning("asked again: %s", text)
+                of_server = isinstance(error, (AnswerLate, AnswerRefused))
+                failure = BadAnswer(str(error)) if of_server else error
                 self._move_group(request.group_id, tried[-1])
+                await tries.failed(failure, tried[-1])
 
     def _adapter_of(self, request: Request) -> AbstractContextManager[None]:
         """Keep the request's adapter loaded inside the context; raises EngineError if it is not."""
@@ -381,9 +363,13 @@ class SGLangClient:
         """
         assert self._sent_routes is not None, "there are no routes to compute again"
         with self._adapter_of(request):
-            return await self._recheck(request, part, server)
+            return await self._answered(
+                request, lambda tried: self._recheck(request, part, server, tried)
+            )
 
-    async def _recheck(self, request: Request, part: RecheckPart, server: int | None) -> Rechecked:
+    async def _recheck(
+        self, request: Request, part: RecheckPart, server: int | None, tried: list[int]
+    ) -> Rechecked:
         if server is None:
             allowed = await self._allowed_servers(request.weight_version, request.sample_id)
             server = self._server_for(request.group_id, allowed)
@@ -398,6 +384,7 @@ class SGLangClient:
                 f"server {self.http.urls[server]} holds weight version {held_version} (None is unknown),"
                 f" and no longer {request.weight_version}"
             )
+        tried.append(server)
         rid = f"{self._name}-again-{request.sample_id}-{next(self._requests)}."
         body = {
             "input_ids": np.asarray(request.token_ids).tolist(),
@@ -422,16 +409,21 @@ class SGLangClient:
 
     async def score_twice(self, request: Request, server: int) -> tuple[Segment, Rechecked]:
         """Sample tokens, then recheck the whole text on the same server."""
-        rid = f"{self._name}-noise-{request.sample_id}-{next(self._requests)}."
-        with self._adapter_of(request):
+
+        async def ask(tried: list[int]) -> Segment:
+            tried.append(server)
+            rid = f"{self._name}-noise-{request.sample_id}-{next(self._requests)}."
             answer, sent = await self._send(server, rid, self._body(request), request, self._direct)
-        sampled = read_answer(
-            answer,
-            request,
-            sent,
-            routes=self._sent_routes,
-            serves_adapter=self._adapters is not None,
-        )
+            return read_answer(
+                answer,
+                request,
+                sent,
+                routes=self._sent_routes,
+                serves_adapter=self._adapters is not None,
+            )
+
+        with self._adapter_of(request):
+            sampled = await self._answered(request, ask)
         tokens = np.concatenate([request.token_ids, sampled.token_ids])
         again = replace(request, token_ids=tokens, max_new_tokens=0)
         return sampled, await self.recheck(again, "whole", server)
@@ -459,26 +451,24 @@ class SGLangClient:
         task.add_done_callback(self._aborts.discard)
 
     async def pause_generation(self, mode: str = "in_place") -> None:
-        await self.http.call_all("/pause_generation", {"mode": mode}, what="pause_generation")
+        await self.http.ask_all("pause_generation", {"mode": mode})
 
     async def continue_generation(self) -> None:
-        await self.http.call_all("/continue_generation", what="continue_generation")
+        await self.http.ask_all("continue_generation")
 
     async def abort(self) -> None:
         self._aborted |= self._running.keys()
         if self._shared_servers:
             await asyncio.gather(
                 *(
-                    self.http.call(
-                        server, "/abort_request", {"rid": running_id}, what="abort_request"
-                    )
+                    self.http.ask(server, "abort_request", {"rid": running_id})
                     for running_id, server in list(self._running.items())
                 )
             )
             return
         self._aborting += 1  # a request that is sent meanwhile may arrive before the call
         try:
-            await self.http.call_all("/abort_request", {"abort_all": True}, what="abort_request")
+            await self.http.ask_all("abort_request", {"abort_all": True})
         finally:
             self._aborting -= 1
 

@@ -6,16 +6,17 @@ import asyncio
 import logging
 import secrets
 import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, wait
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 
 from r3train.config.sources import raise_all
-from r3train.engine.answer import input_log_probs, meta_of, read_given
-from r3train.engine.backend import EngineError
-from r3train.engine.sglang_http import SGLangHTTP
+from r3train.engine.answer import read_given
+from r3train.engine.backend import BadAnswer, EngineBusy, EngineError
+from r3train.engine.sglang_http import ASKED_AGAIN, SGLangHTTP, Tries
 from r3train.engine.refusals import refused, settings_of_a_server
 from r3train.types import CanaryScores, RouteShape, Scores
 
@@ -26,6 +27,9 @@ T = TypeVar("T")
 # what a server can release of its memory, by SGLang's names
 MEMORY = ("weights", "kv_cache")
 _NOT_FLUSHED = "the cache was not flushed"
+# SGLang refuses by these words a call that it has heeded before
+_OPEN, _ENDED = "session is already open", "no weight-update session is open"
+_LOADED, _UNLOADED = "it is already loaded", "does not exist"
 # waits until no request is in progress
 _FLUSH = "flush_cache?timeout=60"
 _ALIVE_EVERY_S = 0.5
@@ -35,33 +39,24 @@ def _label(version: int) -> dict[str, Any]:
     return {"new_version": str(version), "abort_all_requests": False}
 
 
-def _count(
-    url: str, call: str, info: Mapping[str, Any], key: str, *, default: int | None = None
-) -> int:
+def _count(url: str, info: Mapping[str, Any], key: str, *, default: int | None = None) -> int:
     """Return a count that a server said; ``default`` where it said none or null.
 
-    Raises EngineError naming the server, the call and the key for anything else.
+    Raises EngineError naming the server and the key of /server_info for anything else.
     """
     value = info.get(key)
     if value is None and default is not None:
         return default
     if type(value) is not int or not 0 <= value < 1 << 53:
         got = repr(value)[:100]
-        raise EngineError(f"engine {url}: {key} of /{call} is {got}, expected a number from 0 on")
+        raise EngineError(
+            f"engine {url}: {key} of /server_info is {got}, expected a number from 0 on"
+        )
     return value
 
 
-def _adapter_body(name: str | None) -> dict[str, Any]:
-    """Return the part of a request's body that names its adapter."""
-    return {} if name is None else {"lora_path": name}
-
-
-def _probe_id() -> str:
-    return f"r3train-probe-{secrets.token_hex(4)}."
-
-
 def _checksums(url: str, answer: Any) -> dict[str, str]:
-    """Return the checksums of every rank of a server; raises EngineError where it says none."""
+    """Return the checksums of every rank of a server; raises BadAnswer where it says none."""
     ranks = answer.get("ranks") if isinstance(answer, dict) else None
     rank_checksums = [
         facts.get("checksums") if isinstance(facts, dict) else None
@@ -70,7 +65,7 @@ def _checksums(url: str, answer: Any) -> dict[str, str]:
     for checksums in rank_checksums or [None]:
         texts = checksums.values() if isinstance(checksums, dict) else ()
         if not texts or not all(isinstance(text, str) for text in texts):
-            raise EngineError(
+            raise BadAnswer(
                 f"engine {url}: /weights_checker answered {str(answer)[:200]}, expected the checksums of"
                 " each of its ranks"
             )
@@ -79,6 +74,16 @@ def _checksums(url: str, answer: Any) -> dict[str, str]:
         for rank, checksums in enumerate(rank_checksums)
         for name, checksum in checksums.items()
     }
+
+
+def _object(name: str, url: str, answer: Any) -> dict[str, Any]:
+    """Return an answer that is an object of JSON; raises BadAnswer for another."""
+    if not isinstance(answer, dict):
+        raise BadAnswer(
+            f"engine {url}: /{name} answered {str(answer)[:60]!r}, expected a JSON object: is it"
+            " an SGLang server?"
+        )
+    return answer
 
 
 class ServerVersions:
@@ -122,6 +127,8 @@ class EngineControl:
 
     Any thread may use it while a producer's loop runs elsewhere.  Each method makes SGLang's call
     of the same name and raises EngineError with the server's own message when one server refuses.
+    Calls are made again as ``Tries`` says, but for those that must not be repeated: the parts of a
+    broadcast's group, and releasing or resuming memory, which ends SGLang's scheduler the second time.
     The two calls that need a simultaneous partner in the trainer (joining a group, receiving a
     broadcast) return a Future.  ``versions`` is kept up to date: unknown when an update begins, and
     the new version once every server has confirmed it.  ``adapters_alone`` is for ``SGLangHTTP``.
@@ -136,6 +143,8 @@ class EngineControl:
         check_alive: Callable[[], None] | None = None,
         versions: ServerVersions | None = None,
         adapters_alone: bool = False,
+        max_bad_answers: int = 1,
+        on_failed_try: Callable[[], None] = lambda: None,
     ) -> None:
         self.versions = versions or ServerVersions([None] * len(addrs))
         self._sent_version: int | None = None
@@ -147,6 +156,9 @@ class EngineControl:
             request_timeout_s=timeout_s,
             check_alive=check_alive,
             adapters_alone=adapters_alone,
+            max_bad_answers=max_bad_answers,
+            on_failed_try=on_failed_try,
+            keeps_alive=False,
         )
         self._check_alive = check_alive
         self._loop = asyncio.new_event_loop()
@@ -175,26 +187,29 @@ class EngineControl:
                 raise
         return pending.result()
 
-    def _post(
-        self, name: str, body: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None
-    ) -> None:
-        """Make SGLang's call of this name on every server, with one body for all or one each."""
-        self._run(self._http.call_all(f"/{name}", body, what=name))
+    def _post(self, name: str, body: Mapping[str, Any] | None = None, *, done: str = "") -> None:
+        """Make SGLang's call of this name on every server; done: see ``Tries.answer``."""
+        self._run(self._http.ask_all(name, body, done=done))
 
-    async def _updated(self, call: Coroutine[Any, Any, Any], version: int | None) -> None:
-        """Make an update; where servers had loaded it and not dropped their caches, do that now.
+    def _post_once(self, name: str, body: Mapping[str, Any]) -> None:
+        """Make SGLang's call of this name, which must not be repeated, on every server."""
+        self._run(self._http.each(lambda i: self._http.call(i, f"/{name}", body, what=name)))
+
+    async def _updated(
+        self, server: int, update: Callable[[int], Awaitable[Any]], version: int | None
+    ) -> None:
+        """Make a server's update; where it had loaded it and not dropped its cache, have that done now.
 
         A request in progress forbids it, and SGLang answers ``/health`` with one of its own.  Such a
         server keeps its old label too.  /flush_cache waits until it is idle.
         """
         try:
-            await call
+            await update(server)
         except EngineError as error:
             if version is None or _NOT_FLUSHED not in str(error):
                 raise
-            await self._http.call_all(f"/{_FLUSH}", what="flush_cache")
-            name = "update_weight_version"
-            await self._http.call_all(f"/{name}", _label(version), what=name)
+            await self._http.ask(server, _FLUSH)
+            await self._http.ask(server, "update_weight_version", _label(version))
 
     def keep_onloaded(self, *kinds: str) -> None:
         """Let every server hold these kinds of ``MEMORY`` and release the others (--colocate).
@@ -209,10 +224,10 @@ class EngineControl:
             self.versions.record(None)
             if "weights" in released:
                 self._confirmed = None
-            self._run(self._http.call_all(f"/{_FLUSH}", what="flush_cache"))
-            self._post("release_memory_occupation", {"tags": released})
+            self._post(_FLUSH)
+            self._post_once("release_memory_occupation", {"tags": released})
         if resumed:
-            self._post("resume_memory_occupation", {"tags": resumed})
+            self._post_once("resume_memory_occupation", {"tags": resumed})
         if released or resumed:
             logger.info("servers hold %s", ", ".join(kinds) or "nothing")
         self._held_memory = kinds
@@ -233,14 +248,7 @@ class EngineControl:
         return self._objects("model_info")
 
     def _objects(self, name: str) -> list[dict[str, Any]]:
-        found = self._run(self._http.call_all(f"/{name}", what=name, method="GET"))
-        for url, info in zip(self._http.urls, found, strict=True):
-            if not isinstance(info, dict):
-                raise EngineError(
-                    f"engine {url}: /{name} answered {str(info)[:60]!r}, expected a JSON object: is it"
-                    " an SGLang server?"
-                )
-        return found
+        return self._run(self._http.ask_all(name, method="GET", read=partial(_object, name)))
 
     def weight_versions(self) -> list[str]:
         """The version label that each server holds now."""
@@ -249,19 +257,14 @@ class EngineControl:
     def pool_tokens(self) -> int | None:
         """Tokens that the KV pools of all servers hold together; None if one does not say it."""
         sizes = [
-            self._count_of(url, info, "max_total_num_tokens", default=0)
-            * (self._count_of(url, info, "dp_size", default=1) or 1)
+            _count(url, info, "max_total_num_tokens", default=0)
+            * (_count(url, info, "dp_size", default=1) or 1)
             for url, info in self._infos()
         ]
         return sum(sizes) if all(sizes) else None
 
     def _infos(self) -> list[tuple[str, dict[str, Any]]]:
         return list(zip(self._http.urls, self.server_info(), strict=True))
-
-    def _count_of(
-        self, url: str, info: Mapping[str, Any], key: str, *, default: int | None = None
-    ) -> int:
-        return _count(url, "server_info", info, key, default=default)
 
     def text_ends(self) -> list[range | None]:
         """Numbers of tokens at which each server ends a text for want of room; None if it does not say.
@@ -272,8 +275,8 @@ class EngineControl:
         """
         ends: list[range | None] = []
         for url, info in self._infos():
-            most = self._count_of(url, info, "max_req_input_len", default=0)
-            page = self._count_of(url, info, "page_size", default=1) or 1
+            most = _count(url, info, "max_req_input_len", default=0)
+            page = _count(url, info, "page_size", default=1) or 1
             ends.append(range(most + 4 - 2 * (page - 1), most + 5) if most else None)
         return ends
 
@@ -286,12 +289,12 @@ class EngineControl:
         sizes = []
         for url, info in self._infos():
             for key in ("pp_size", "dp_size"):
-                if (self._count_of(url, info, key, default=1) or 1) != 1:
+                if (_count(url, info, key, default=1) or 1) != 1:
                     raise ValueError(
                         f"engine {url} runs with {key} {info[key]}: distributed weight updates "
                         "need 1; use --update-weight-transfer-mode disk"
                     )
-            sizes.append(self._count_of(url, info, "tp_size"))
+            sizes.append(_count(url, info, "tp_size"))
         return sizes
 
     def require_settings(
@@ -331,29 +334,34 @@ class EngineControl:
         arguments: master_address, master_port, world_size, group_name, backend.
         """
         bodies = [{**arguments, "rank_offset": offset} for offset in rank_offsets]
+        assert len(bodies) == self.num_servers, f"{len(bodies)} offsets for {self.num_servers}"
         name = "init_weights_update_group"
-        call = self._http.call_all(f"/{name}", bodies, what=name)
+        call = self._http.each(lambda i: self._http.call(i, f"/{name}", bodies[i], what=name))
         return asyncio.run_coroutine_threadsafe(call, self._loop)
 
     def destroy_weights_update_group(self, group_name: str) -> None:
-        self._post("destroy_weights_update_group", {"group_name": group_name})
+        self._post_once("destroy_weights_update_group", {"group_name": group_name})
 
     def begin_weight_update(self) -> None:
         """Begin an update; one that a killed job has left open on a server is ended first."""
         self.versions.record(None)
         self._sent_version = None
-        try:
-            self._post("begin_weight_update")
-        except EngineError as error:
-            if "session is already open" not in str(error):
-                raise
-            logger.warning("%s: it is ended, and all weights are sent anew", error)
-            self._post("end_weight_update")  # the call has begun it on every other server
-            self._post("begin_weight_update")
+
+        async def begin(server: int) -> None:
+            try:
+                await self._http.ask(server, "begin_weight_update")
+            except EngineError as error:
+                if _OPEN not in str(error):
+                    raise
+                logger.warning("%s: it is ended, and all weights are sent anew", error)
+                await self._http.ask(server, "end_weight_update", done=_ENDED)
+                await self._http.ask(server, "begin_weight_update", done=_OPEN)
+
+        self._run(self._http.each(begin))
 
     def end_weight_update(self) -> None:
         """End the update; raises EngineError where its last bucket carried no version label."""
-        self._post("end_weight_update")
+        self._post("end_weight_update", done=_ENDED)
         if self._sent_version is None:
             raise EngineError("a weight update ended whose last bucket carried no version label")
         self.confirm_version(self._sent_version)
@@ -371,7 +379,8 @@ class EngineControl:
         if weight_version is not None:
             arguments["weight_version"] = str(weight_version)
         name = "update_weights_from_distributed"
-        call = self._updated(self._http.call_all(f"/{name}", arguments, what=name), weight_version)
+        update = lambda i: self._http.call(i, f"/{name}", arguments, what=name)  # noqa: E731
+        call = self._http.each(lambda i: self._updated(i, update, weight_version))
         return asyncio.run_coroutine_threadsafe(call, self._loop)
 
     def update_weights_from_disk(
@@ -383,19 +392,18 @@ class EngineControl:
             "weight_version": str(weight_version),
             "flush_cache": flush_cache,
         }
-        name = "update_weights_from_disk"
-        call = self._http.call_all(f"/{name}", body, what=name)
-        self._run(self._updated(call, weight_version))
+        update = lambda i: self._http.ask(i, "update_weights_from_disk", body)  # noqa: E731
+        self._run(self._http.each(lambda i: self._updated(i, update, weight_version)))
         self.confirm_version(weight_version)
 
     def load_adapter(self, name: str, path: str) -> None:
         """Load an adapter's directory on every server; nothing is paused."""
         body = {"lora_name": name, "lora_path": path}
-        self._post("load_lora_adapter", body)
+        self._post("load_lora_adapter", body, done=_LOADED)
 
     def unload_adapter(self, name: str) -> None:
         """Unload an adapter from every server, which waits for its requests."""
-        self._post("unload_lora_adapter", {"lora_name": name})
+        self._post("unload_lora_adapter", {"lora_name": name}, done=_UNLOADED)
 
     def confirm_version(self, version: int) -> None:
         """Ask every server for its version label; servers with another label stay out of use.
@@ -432,63 +440,7 @@ class EngineControl:
         v in one, a layer's experts in one.  Equal checksums mean equal weights on one server only.
         """
         body = {"action": "checksum"}
-        answers = self._run(self._http.call_all("/weights_checker", body, what="weights_checker"))
-        return [
-            _checksums(url, answer) for url, answer in zip(self._http.urls, answers, strict=True)
-        ]
-
-    def cached_tokens(
-        self, token_ids: Sequence[int] | np.ndarray, *, adapter: str | None = None
-    ) -> int:
-        """Most tokens of a text that a server had cached; all of it is cached afterwards."""
-        body = {
-            "rid": _probe_id(),
-            "input_ids": np.asarray(token_ids, dtype=np.int64).tolist(),
-            "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
-            **_adapter_body(adapter),
-        }
-        answers = self._run(self._http.call_all("/generate", body, what="cached_tokens"))
-        return max(
-            _count(url, "generate", self._meta(url, answer, body["rid"]), "cached_tokens")
-            for url, answer in zip(self._http.urls, answers, strict=True)
-        )
-
-    def _meta(self, url: str, answer: Any, rid: str) -> Mapping[str, Any]:
-        try:
-            return meta_of(answer, rid, "of a probe")
-        except ValueError as error:
-            raise EngineError(f"{url}: {error}") from None
-
-    def probe_log_probs(
-        self,
-        token_ids: Sequence[int] | np.ndarray,
-        *,
-        server: int = 0,
-        adapter: str | None = None,
-    ) -> np.ndarray:
-        """One server's log-probs of a given text, at temperature 1, with no token generated.
-
-        Returns float32[T]: entry t is the log-prob of token t after those before it, entry 0 is 0.
-        The prefix cache is not used.  adapter: the name of the one to compute with.
-        """
-        ids = np.asarray(token_ids, dtype=np.int64).tolist()
-        body = {
-            "rid": _probe_id(),
-            "input_ids": ids,
-            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
-            "return_logprob": True,
-            "logprob_start_len": 0,
-            **_adapter_body(adapter),
-        }
-        answer = self._run(self._http.call(server, "/generate", body, what="probe_log_probs"))
-        url = self._http.urls[server]
-        meta = self._meta(url, answer, body["rid"])
-        try:
-            return input_log_probs(meta, token_ids, "probe_log_probs")
-        except (ValueError, TypeError, LookupError, OverflowError) as error:
-            raise EngineError(
-                f"{url}: input_token_logprobs of /generate: {type(error).__name__}: {error}"
-            ) from None
+        return self._run(self._http.ask_all("weights_checker", body, read=_checksums))
 
     def read_canary(
         self,
@@ -505,35 +457,38 @@ class EngineControl:
         key: the cache key of this text alone, by which nothing else can fill or use the cache.  routes: None where
         servers return none.
         """
-        half = len(token_ids) // 2
-        arguments = (token_ids, key, server, routes, adapter)
-        early, warm = (self._score(half, *arguments) if halves else None for _ in range(2))
-        return CanaryScores(early, warm, self._score(0, *arguments))
+        half, keys = len(token_ids) // 2, [key]
 
-    def _score(
-        self,
-        start: int,
-        token_ids: np.ndarray,
-        key: str,
-        server: int,
-        routes: RouteShape | None,
-        adapter: str | None,
-    ) -> Scores:
-        body = {
-            "rid": _probe_id(),
-            "input_ids": token_ids.tolist(),
-            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
-            "return_logprob": True,
-            "logprob_start_len": start,
-            "return_routed_experts": routes is not None,
-            "extra_key": key,
-            **_adapter_body(adapter),
-        }
-        answer = self._run(self._http.call(server, "/generate", body, what="canary"))
-        try:
-            return read_given(answer, token_ids, start, body["rid"], routes=routes)
-        except ValueError as error:
-            raise EngineError(f"{self._http.urls[server]}: {error}") from None
+        async def score(start: int) -> Scores:
+            body = {
+                "rid": f"r3train-probe-{secrets.token_hex(4)}.",
+                "input_ids": token_ids.tolist(),
+                "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+                "return_logprob": True,
+                "logprob_start_len": start,
+                "return_routed_experts": routes is not None,
+                "extra_key": keys[-1],
+                **({} if adapter is None else {"lora_path": adapter}),
+            }
+            answer = await self._http.call(server, "/generate", body, what="canary")
+            try:
+                return read_given(answer, token_ids, start, body["rid"], routes=routes)
+            except (EngineBusy, ValueError) as error:
+                kind = EngineBusy if isinstance(error, EngineBusy) else BadAnswer
+                raise kind(f"canary: {self._http.urls[server]}: {error}") from None
+
+        async def early() -> Scores:
+            try:
+                return await score(half)
+            except ASKED_AGAIN:
+                keys.append(f"{key}-try-{len(keys)}")  # this one may have filled the cache
+                raise
+
+        def read(ask: Callable[[], Awaitable[Scores]]) -> Scores:
+            return self._run(Tries(self._http, "canary").answer(ask, server))
+
+        first, again = (read(early), read(partial(score, half))) if halves else (None, None)
+        return CanaryScores(first, again, read(partial(score, 0)))
 
     def close(self) -> None:
         """Close the connections and end the thread. Idempotent."""

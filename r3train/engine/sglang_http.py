@@ -1,27 +1,42 @@
-"""HTTP to a set of SGLang servers: one session, and errors that name the call and the server."""
+"""HTTP to a set of SGLang servers: one session, errors that name the call and the server, and further tries."""
 
 from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import os
 import resource
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
 
 from r3train.engine.backend import (
+    BUSY,
     AnswerCutShort,
     AnswerLate,
     AnswerRefused,
+    BadAnswer,
     EngineBusy,
     EngineError,
     EngineUnreachable,
 )
 from r3train.engine.key import ENGINE_KEY_VARIABLE
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# errors after which a request is made again; reading a malformed answer raises the later ones
+ASKED_AGAIN = (
+    *(EngineBusy, AnswerCutShort, AnswerLate, AnswerRefused),
+    *(ValueError, TypeError, LookupError, AttributeError, OverflowError),
+)
+# between requests to a server that is busy, unless its Retry-After says more
+BUSY_S, LONGEST_BUSY_S = 1.0, 30.0
 
 # uvicorn closes an idle connection after 5 s.  Close it earlier, or a request may meet its close.
 _KEEPALIVE_S = 2.0
@@ -33,8 +48,6 @@ _DEATH_REPORT_S = 6.0
 _MOST_BYTES = 64 << 20
 _BYTES_PER_TOKEN = 1024  # of an answer: id, log-prob, their numbers' digits
 _CHUNK_BYTES = 1 << 18
-# statuses of servers and gateways that are overloaded or restarted for a moment
-_BUSY = (429, 502, 503, 504)
 # Parsing more than this in the event loop would hold the other requests up.
 _INLINE_PARSE_BYTES = 1 << 20
 # calls that change the base; with adapters of experts SGLang skips these and says that it succeeded
@@ -72,7 +85,9 @@ class SGLangHTTP:
     ``key_variable`` is the environment variable that errors name.
     ``check_alive`` raises EngineDied when a process of this job has ended; it is called after
     every connection failure.  With ``adapters_alone`` no call changes the base, and no request goes out
-    that names no adapter.  Use it from one event loop.
+    that names no adapter.  ``max_bad_answers`` and ``on_failed_try`` are those of ``Tries``.  Without
+    ``keeps_alive`` each request has a connection of its own: a server that stood still for some seconds closes
+    those that waited.  Use it from one event loop.
     """
 
     def __init__(
@@ -84,6 +99,9 @@ class SGLangHTTP:
         check_alive: Callable[[], None] | None = None,
         key_variable: str = ENGINE_KEY_VARIABLE,
         adapters_alone: bool = False,
+        max_bad_answers: int = 1,
+        on_failed_try: Callable[[], None] = lambda: None,
+        keeps_alive: bool = True,
     ) -> None:
         if not addrs:
             raise ValueError("no engine address was given")
@@ -94,13 +112,17 @@ class SGLangHTTP:
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._check_alive = check_alive
         self._adapters_alone = adapters_alone
+        self.max_bad_answers, self.on_failed_try = max_bad_answers, on_failed_try
+        self._connections = (
+            {"keepalive_timeout": _KEEPALIVE_S} if keeps_alive else {"force_close": True}
+        )
         self._session: aiohttp.ClientSession | None = None
 
     def _open_session(self) -> aiohttp.ClientSession:
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 # No limit here: the client and the producer bound what is in flight.
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
+                connector=aiohttp.TCPConnector(limit=0, **self._connections),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
                 # a compressed answer could be a thousand times as long as what is received
                 headers={**self._headers, "Accept-Encoding": "identity"},
@@ -178,24 +200,34 @@ class SGLangHTTP:
             )
         return await self._parse(status, headers, raw, url=url + path, what=what)
 
-    async def call_all(
+    async def ask(
         self,
-        path: str,
-        bodies: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+        server: int,
+        name: str,
+        body: Mapping[str, Any] | None = None,
         *,
-        what: str,
         method: str = "POST",
-    ) -> list[Any]:
-        """Make the same request to every server at once, or with one body each.
+        read: Callable[[str, Any], Any] = lambda url, answer: answer,
+        done: str = "",
+    ) -> Any:
+        """Make SGLang's call of this name, which may be repeated, until its answer can be read.
 
-        Raises the first failure.
+        read: makes the result of URL and answer, or raises BadAnswer; done: see ``Tries.answer``.
         """
-        each = bodies if isinstance(bodies, Sequence) else [bodies] * len(self.urls)
-        assert len(each) == len(self.urls), f"{len(each)} bodies for {len(self.urls)} servers"
-        tasks = [
-            asyncio.ensure_future(self.call(i, path, body, what=what, method=method))
-            for i, body in enumerate(each)
-        ]
+
+        async def once() -> Any:
+            answer = await self.call(server, f"/{name}", body, what=name, method=method)
+            return read(self.urls[server], answer)
+
+        return await Tries(self, name).answer(once, server, done)
+
+    async def ask_all(self, name: str, body: Mapping[str, Any] | None = None, **how: Any) -> list:
+        """Make the same repeatable call to every server at once; ``how`` is as in ``ask``."""
+        return await self.each(lambda server: self.ask(server, name, body, **how))
+
+    async def each(self, call: Callable[[int], Awaitable[T]]) -> list[T]:
+        """Make a call to every server at once.  Raises the first failure."""
+        tasks = [asyncio.ensure_future(call(server)) for server in range(len(self.urls))]
         try:
             return list(await asyncio.gather(*tasks))
         finally:
@@ -246,7 +278,7 @@ class SGLangHTTP:
                 held = "another" if self.api_key else "no"
                 hint = f" (it asks for a key, and {held} one is in {self._key_variable} here)"
             text = f"{what}: {url} answered {status}: {_message(answer)}{hint}"
-            if status in _BUSY:
+            if status in BUSY:
                 raise EngineBusy(text, _retry_after_s(headers.get("Retry-After", "")))
             raise EngineError(text)
         return answer
@@ -264,6 +296,67 @@ class SGLangHTTP:
         if self._session is not None:
             await self._session.close()
             self._session = None
+
+
+class Tries:
+    """The tries of one request, by one rule for rollouts, probes and control calls.
+
+    A busy server (see ``EngineBusy``) is asked again after a growing pause, until one would end later than
+    ``request_timeout_s`` after the first.  Any other error of ``ASKED_AGAIN`` is a bad answer, and there may be
+    ``max_bad_answers``.  name: begins messages.
+    """
+
+    def __init__(self, http: SGLangHTTP, name: str) -> None:
+        self._http, self._name = http, name
+        self._bad = self._busy = 0
+        self._first_busy = 0.0
+
+    async def answer(
+        self, ask: Callable[[], Awaitable[T]], server: int, done: str = ""
+    ) -> T | None:
+        """Return what ``ask`` returns of a server, once it does.
+
+        done: words of a refusal that says that an earlier try was heeded: returns None then.
+        """
+        while True:
+            try:
+                return await ask()
+            except ASKED_AGAIN as error:
+                await self.failed(error, server)
+            except EngineError as error:
+                if done and done in str(error) and self._bad + self._busy:
+                    return None
+                raise
+
+    async def failed(self, error: Exception, server: int) -> None:
+        """Wait until the request may be made again.
+
+        If it may not, raises the error: a bad answer that is no EngineError as BadAnswer.
+        """
+        http, text, pause_s = self._http, str(error), 0.0
+        http.on_failed_try()
+        if isinstance(error, EngineBusy):
+            now = time.monotonic()
+            self._first_busy = self._first_busy if self._busy else now
+            pause_s = min(max(BUSY_S * 2**self._busy, error.retry_after_s), LONGEST_BUSY_S)
+            self._busy += 1
+            if now + pause_s - self._first_busy > http.request_timeout_s:
+                raise error
+            text += f" (busy {self._busy} times)"
+        else:
+            self._bad += 1
+            if http.max_bad_answers > 1:
+                text += f" (bad answer {self._bad}, max_bad_answers {http.max_bad_answers})"
+            if not text.startswith(self._name) and not isinstance(error, BadAnswer):
+                text = f"{self._name}: {type(error).__name__}: {text}"
+            if self._bad == http.max_bad_answers:
+                kind = type(error) if isinstance(error, EngineError) else BadAnswer
+                raise kind(text) from error
+        http.check_alive()
+        where = "" if http.urls[server] in text else f"{http.urls[server]}: "
+        when = f" in {pause_s:g} s" if pause_s else ""
+        logger.warning("asked again%s: %s%s", when, where, text)
+        await asyncio.sleep(pause_s)
 
 
 class BodyTooLong(Exception):

@@ -212,6 +212,8 @@ class Engines(RolloutFleet):
             check_alive=self.check_alive,
             versions=self._versions,
             adapters_alone=self._adapters is not None,
+            max_bad_answers=faults.max_bad_answers,
+            on_failed_try=self._count_bad_answer,
         )
         self._control.require_settings(
             replay=self._route_shape is not None,

@@ -204,7 +204,7 @@ class AsyncLoop:
         if self.rank_zero is not None:
             self._source = self.run_state.watch(self.rank_zero.engines.start_producer())
             self._intake.set_source(self._source)
-            self._update.set_source(self._source)
+        self._update.set_source(self._source)
         self._begin_evaluation(rollout_id, at_start=True)
 
     def _train(

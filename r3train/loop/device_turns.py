@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from r3train.config import RunConfig
 from r3train.host_group import host_barrier, rank_zero_alone
 from r3train.loop.fleet import RolloutFleet
-from r3train.loop.recovery import Recovery
+from r3train.loop.recovery import FAILED, Recovery
 from r3train.loop.rollout_source import RolloutSource
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _TRAINING = ("weights", "gradients", "optimizer")  # what the actor needs on the device to train
 
-# metrics of an update; and on rank 0 a failure that a restart of the servers fixes
+# metrics of an update; and on rank 0 a failure of the servers
 Sent = tuple[dict[str, Any], BaseException | None]
 
 
@@ -119,7 +119,7 @@ class Colocated(Disaggregated):
             if self._fleet is not None:
                 try:
                     self._fleet.keep_onloaded()
-                except self._recovery.caught as error:
+                except FAILED as error:
                     failure = error
         if self._recovery.needed(failure):
             return {}, failure
@@ -134,7 +134,7 @@ class Colocated(Disaggregated):
                 self._fleet.keep_onloaded("weights", "kv_cache")
                 ask()
                 self._quiet.close()
-            except self._recovery.caught as error:
+            except FAILED as error:
                 failure = error
         return metrics, failure
 

@@ -72,7 +72,7 @@ class Intake:
                 except recovery.caught as error:
                     failure = error
         if recovery.needed(failure):
-            self.update.revive(rollout_id)
+            self.update.revive(rollout_id, failure)
             turns.actor_offloads()
             return self.take(rollout_id)
         plan = broadcast_json(plan)

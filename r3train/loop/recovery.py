@@ -5,16 +5,18 @@ from __future__ import annotations
 from r3train.host_group import rank_zero_alone
 from r3train.loop.fleet import RolloutFleet
 from r3train.loop.distribute import broadcast_json
-from r3train.engine.backend import EngineDied, EngineUnreachable
+from r3train.engine.backend import EngineDied, EngineError, EngineUnreachable
 from r3train.engine.publish import WeightUpdateError
 
 LOST = (EngineDied, EngineUnreachable, WeightUpdateError)
+# errors of servers, after which the actor is right: a restart mends the lost ones, others end the run
+FAILED = (EngineError, WeightUpdateError)
 
 
 class Recovery:
     """Each rank's part in a restart; ``engines`` is None on ranks other than 0.
 
-    Without ``enabled`` it catches nothing and makes no collective.  ``fatal``: any error of rank
+    Without ``enabled`` there is none.  ``fatal``: any error of rank
     0's that ends the run, also without ``enabled``; all ranks raise in the next ``Intake.take``, or rank 0 at the end
     of ``run``.
     """
@@ -30,20 +32,25 @@ class Recovery:
         return LOST if self._enabled else ()
 
     def needed(self, failure: BaseException | None) -> bool:
-        """True where rank 0 has lost its engines; a collective."""
-        return self._enabled and bool(broadcast_json(failure is not None))
+        """True where rank 0's engines failed; a collective."""
+        return bool(broadcast_json(failure is not None))
 
-    def restart(self) -> BaseException | None:
-        """Start the engines again; a collective.  Returns the error that prevents it, or None."""
+    def restart(self, cause: BaseException | None) -> BaseException | None:
+        """Start the engines again after rank 0's ``cause``; a collective.
+
+        Returns the error that prevents it, or None: the cause itself where a restart would not fix it.
+        """
         failure: BaseException | None = None
         with rank_zero_alone():
-            if self._engines is not None:
+            if self._engines is not None and not isinstance(cause, self.caught):
+                failure = cause
+            elif self._engines is not None:
                 try:
                     self._engines.restart()
                 except RuntimeError as error:
                     failure = error
         text = broadcast_json(None if failure is None else str(failure))
-        return failure or (RuntimeError(f"rank 0 lost its engines: {text}") if text else None)
+        return failure or (RuntimeError(f"rank 0's engines failed: {text}") if text else None)
 
     def counts(self) -> dict[str, int]:
         """Bad answers, restarts and requests that were sent again, so far; on rank 0."""

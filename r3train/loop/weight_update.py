@@ -18,7 +18,7 @@ from r3train.loop.device_turns import Disaggregated, Sent
 from r3train.loop.distribute import broadcast_json, gather_json
 from r3train.loop.fleet import RankZero
 from r3train.loop.held_weights import HeldWeights
-from r3train.loop.recovery import Recovery
+from r3train.loop.recovery import FAILED, Recovery
 from r3train.loop.rollout_source import RolloutSource
 from r3train.loop.run_state import RunState
 from r3train.loop.stage_weight_sync import StageLeaderPublisher
@@ -50,6 +50,7 @@ class WeightUpdate:
 
     def __post_init__(self) -> None:
         self._source: RolloutSource | None = None
+        self._began = False
         self._export: Path | None = None  # on rank 0: written of the newest update, to compare with
         self._servers_hold_base = False  # with LoRA: all tensors without an adapter were sent
         self._stages_send = bool(self.config.weight_leaders(len(self.topologies)))
@@ -58,9 +59,9 @@ class WeightUpdate:
             config = self.config
             self._weight_index = WeightIndex(self.hf, config.model.dtype_name, config.lora)
 
-    def set_source(self, source: RolloutSource) -> None:
-        """Rank 0: from now on ``source`` generates; updates let its requests end first."""
-        self._source = source
+    def set_source(self, source: RolloutSource | None) -> None:
+        """From now on ``source`` generates, on rank 0; updates let its requests end first."""
+        self._source, self._began = source, True
 
     def publish(self, weight_version: int) -> dict[str, Any]:
         """Bring all servers to the weights of ``weight_version``; returns metrics on rank 0.
@@ -77,7 +78,7 @@ class WeightUpdate:
             quiet = self.turns.quiet(self._source)
         metrics, failure = self._serve(weight_version, quiet)
         if self.recovery.needed(failure):
-            metrics = self.revive(weight_version)
+            metrics = self.revive(weight_version, failure)
         self._servers_hold_base = self.turns.servers_keep_weights
         if self.config.trainer.check_weight_update_equal:
             if not self.config.serves_adapters:
@@ -85,17 +86,20 @@ class WeightUpdate:
             self.turns.actor_offloads()
         return metrics
 
-    def revive(self, weight_version: int) -> dict[str, Any]:
+    def revive(self, weight_version: int, failure: BaseException | None) -> dict[str, Any]:
         """Restart lost servers and give them the weights of ``weight_version``; all ranks together.
 
-        Raises the cause, after a checkpoint, when there are too many restarts.
+        failure: what lost them, on rank 0.  Raises the cause, after a checkpoint, where a restart does not fix it, or
+        when there are too many.
         """
         while True:
             self.turns.replace_servers()
-            failure = self.recovery.restart()
+            failure = self.recovery.restart(failure)
             if failure is not None:
                 self.turns.end()
-                self.run_state.save_last(weight_version)
+                if self._began:  # else nothing is new
+                    what = "the servers failed"
+                    self.run_state.save_failed(weight_version, str(failure), what)
                 raise failure
             if self.stage is not None:
                 self.stage.reconnect()
@@ -121,7 +125,7 @@ class WeightUpdate:
     def _send(self, weight_version: int, quiet: AbstractContextManager[None]) -> Sent:
         """Publish while nothing is generated: rank 0 sends; other ranks join gathers or send their stage's weights.
 
-        Returns metrics, or on rank 0 a failure that a restart of the servers fixes.  Nothing is sent if
+        Returns metrics, or on rank 0 a failure of the servers.  Nothing is sent if
         the source has failed meanwhile.  Raises ValueError where the tensors that went out are not those
         of the checkpoint, and NotServed.
         """
@@ -198,15 +202,15 @@ class WeightUpdate:
                 if self._source is not None:
                     self._source.set_version(weight_version)
             judge_canaries()
-        except self.recovery.caught as error:
-            drain()
-            return {}, error
         except Exception as error:
-            if self._source is None or error is not self._source.failure:
+            generating_failed = self._source is not None and error is self._source.failure
+            if not generating_failed and not isinstance(error, FAILED):
                 raise
             drain()
-            self.recovery.fatal = error  # the ranks come together at the next rollout
-            return {}, None
+            if generating_failed and not isinstance(error, self.recovery.caught):
+                self.recovery.fatal = error  # the ranks come together at the next rollout
+                return {}, None
+            return {}, error
         return {
             "perf/published_bytes": published.num_bytes,
             "perf/published_tensors": published.num_tensors,

@@ -53,7 +53,7 @@ def generate_body(max_new_tokens: int, **more) -> dict:
 async def record_info(addr: str) -> dict[str, object]:
     """The settings that a server tells of itself, those that something here reads."""
     http = SGLangHTTP([addr])
-    (info,) = await http.call_all("/server_info", what="record", method="GET")
+    (info,) = await http.ask_all("server_info", method="GET")
     await http.aclose()
     running = "effective_max_running_requests_per_dp"
     states = [{running: state[running]} for state in info["internal_states"]]

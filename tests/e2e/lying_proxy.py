@@ -3,6 +3,7 @@
 It counts the rollouts' ``/generate`` requests from 0 and remembers what the server said; ``lie(n)`` names what
 becomes of answer n, None for the truth.  ``LIES`` are to be refused, of ``HARMLESS`` the truth can be read.  A
 lie that an answer does not allow (a token after the last of one) is told of the next one that does.
+Probes and control calls have lies of their own: ``lie_to(call)`` names one of ``CALL_LIES``.
 """
 
 from __future__ import annotations
@@ -366,6 +367,13 @@ HARMLESS: dict[str, Callable[[Answer], web.Response]] = {
     "in_spaces": lambda answer: web.Response(body=b" \n" + json.dumps(answer).encode() + b"\n "),
 }
 SLOW = "slow"
+LATE_S = 12.0
+# of probes and control calls: broken before the server hears of them, or after it has heeded them
+CALL_LIES = (
+    *("busy_429", "busy_502", "busy_503", "busy_504"),
+    *("reset", "reset_after", "cut", "late", "null", "half"),
+)
+ABORTS = ("abort", "abort_429", "abort_503", "abort_500", "abort_999")  # of probes
 
 
 @dataclass(frozen=True)
@@ -389,6 +397,8 @@ class Record:
 
     lie: Callable[[int], str | None] = lambda n: None
     delay_s: Callable[[int], float] = lambda n: 0.0
+    lie_to: Callable[[str], str | None] = lambda call: None
+    called: list[tuple[str, str]] = field(default_factory=list)  # (call, lie)
     told: list[Told] = field(default_factory=list)
     count: int = 0
 
@@ -423,17 +433,54 @@ class _Liar:
         body, record, number = await request.read(), self._record, None
         asked = json.loads(body) if request.path == "/generate" else {}
         rid = asked.get("rid") or ""
-        # texts that are rechecked pass untouched and uncounted, and so do probes
+        # texts that are rechecked are uncounted, and so are probes
+        kind_of_call, lie_told = request.path.removeprefix("/"), None
         if rid.count("-") >= 3 and rid.split("-")[2].isdigit():
             number, record.count = record.count, record.count + 1
             await asyncio.sleep(record.delay_s(number))
+        else:
+            if rid:
+                kind_of_call = "canary" if rid.startswith("r3train-probe") else "recheck"
+            lie_told = record.lie_to(kind_of_call)
+        if lie_told is not None:
+            record.called.append((kind_of_call, lie_told))
+        if lie_told == "reset":
+            request.transport.abort()
+            return web.Response()
+        if lie_told in ("busy_429", "busy_503"):
+            return RAW[lie_told](b"", {})
         url = f"http://{self._upstream}{request.path_qs}"
         headers = {"Content-Type": "application/json"} if body else {}
         async with self._session.request(request.method, url, data=body, headers=headers) as answer:
             said, status, kind = await answer.read(), answer.status, answer.content_type
+        if lie_told is not None:
+            return await self._tell_of_call(request, lie_told, said, status, kind)
         if number is None or status != 200:
             return web.Response(body=said, status=status, content_type=kind)
         return await self._tell(request, asked, json.loads(said), record.lie(number))
+
+    async def _tell_of_call(
+        self, request: web.Request, kind: str, said: bytes, status: int, content_type: str
+    ) -> web.StreamResponse:
+        """A lie about a call that the server has heeded."""
+        if kind in RAW:
+            return RAW[kind](said, {})
+        if kind == "reset_after":
+            request.transport.abort()
+        if kind == "cut":
+            return await self._in_parts(request, said, cut=True)
+        if kind == "late":
+            await asyncio.sleep(LATE_S)
+        if kind == "null":
+            said = b"null"
+        if kind in ABORTS:
+            answer, (_, _, code) = json.loads(said), kind.partition("_")
+            reason = {"type": "abort", "message": "full"}
+            answer["meta_info"]["finish_reason"] = reason | (
+                {"status_code": int(code)} if code else {}
+            )
+            said = json.dumps(answer).encode()
+        return web.Response(body=said, status=status, content_type=content_type)
 
     async def _tell(
         self, request: web.Request, asked: dict[str, Any], truth: Answer, kind: str | None

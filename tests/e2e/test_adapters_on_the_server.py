@@ -24,7 +24,7 @@ from r3train.verify.tiny import build
 from r3train.families.tiny_options import TinyOptions
 from r3train.types import Prompt
 from tests import whole_samples
-from tests.e2e.sglang_support import wait_until_running
+from tests.e2e.sglang_support import cached_tokens, probe_log_probs, wait_until_running
 from tests.hf_reference import HfReference
 
 pytestmark = pytest.mark.e2e
@@ -157,7 +157,7 @@ def test_versions_are_served_side_by_side_and_each_is_the_merged_model(family, t
         assert sorted(p.name for p in (tmp_path / "weights").iterdir()) == ["v000002", "v000003"]
         # what the trainer would compute is what a probe of the adapter gives; its base is elsewhere
         text = prompt(hf, 9, 32).token_ids
-        probed = engine.probe_log_probs(text, adapter=adapter_name(3))
+        probed = probe_log_probs(server.addr, text, adapter=adapter_name(3))
         np.testing.assert_allclose(probed[1:], references[2].answer(text)[0][1:], atol=3e-5)
         base, _ = HfReference(model).answer(text)
         assert np.abs(probed - base).max() > 0.1
@@ -168,12 +168,14 @@ def test_versions_are_served_side_by_side_and_each_is_the_merged_model(family, t
                 engine.load_adapter("saved", str(tmp_path / "saved"))
         else:
             engine.load_adapter("saved", str(tmp_path / "saved"))
-            np.testing.assert_array_equal(engine.probe_log_probs(text, adapter="saved"), probed)
+            np.testing.assert_array_equal(
+                probe_log_probs(server.addr, text, adapter="saved"), probed
+            )
         # a text is cached for its own adapter alone
-        assert engine.cached_tokens(text, adapter=adapter_name(3)) > 0
-        assert engine.cached_tokens(text, adapter=adapter_name(2)) == 0
-        assert engine.cached_tokens(text, adapter=adapter_name(2)) > 0
+        assert cached_tokens(server.addr, text, adapter=adapter_name(3)) > 0
+        assert cached_tokens(server.addr, text, adapter=adapter_name(2)) == 0
+        assert cached_tokens(server.addr, text, adapter=adapter_name(2)) > 0
         with pytest.raises(AssertionError, match="names no adapter"):
-            engine.probe_log_probs(text)
+            engine.read_canary(text, "key", server=0, routes=None, halves=False)
         with pytest.raises(AssertionError, match="the base of a server of adapters is updated"):
             engine.update_weights_from_disk(str(model), weight_version=1)

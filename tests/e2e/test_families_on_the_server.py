@@ -41,6 +41,7 @@ from r3train.families.tiny_options import TinyOptions
 from r3train.types import Prompt, RolloutSample
 from tests import whole_samples
 from tests.e2e import jobs
+from tests.e2e.sglang_support import probe_log_probs
 from tests.hf_reference import HfReference
 
 pytestmark = pytest.mark.e2e
@@ -99,7 +100,7 @@ def moved(checkpoint: Path, directory: Path, seed: int) -> Path:
     return directory
 
 
-def agree(server: SGLangServer, engine: EngineControl, checkpoint: Path, version: int) -> None:
+def agree(server: SGLangServer, checkpoint: Path, version: int) -> None:
     """Hold the server's answers against transformers: log-probs, and the experts in every layer."""
     reference = HfReference(checkpoint)
     gap = FAMILIES[read_hf_facts(checkpoint).model_type].log_prob_gap
@@ -109,7 +110,7 @@ def agree(server: SGLangServer, engine: EngineControl, checkpoint: Path, version
     rows = 0
     for sample in samples:
         log_probs, chosen = reference.answer(sample.token_ids)
-        probed = engine.probe_log_probs(sample.token_ids)
+        probed = probe_log_probs(server.addr, sample.token_ids)
         np.testing.assert_allclose(probed[1:], log_probs[1:], atol=within)
         mask = sample.loss_mask
         np.testing.assert_allclose(sample.rollout_log_probs[mask], log_probs[mask], atol=within)
@@ -144,7 +145,7 @@ def test_a_server_gives_the_log_probs_and_routes_of_transformers_also_after_upda
     )
     with server, EngineControl([server.addr], check_alive=server.check_alive) as engine:
         server.wait_ready()
-        agree(server, engine, model, 0)
+        agree(server, model, 0)
         # buckets of a few tensors: a boundary falls between any two neighbours
         broadcast = DistributedPublisher(
             engine,
@@ -159,7 +160,7 @@ def test_a_server_gives_the_log_probs_and_routes_of_transformers_also_after_upda
             weights = moved(model, tmp_path / f"moved{version}", version)
             tensors = load_file(weights / "model.safetensors")
             publisher.publish(tensors.items(), version=version)
-            agree(server, engine, weights, version)
+            agree(server, weights, version)
         broadcast.close()
 
 
@@ -187,7 +188,7 @@ def test_a_server_attends_to_the_tokens_that_an_indexer_chooses(family, tmp_path
     )
     with server, EngineControl([server.addr], check_alive=server.check_alive) as engine:
         server.wait_ready()
-        agree(server, engine, model, 0)
+        agree(server, model, 0)
 
 
 def log_probs_with(reference: HfReference, tokens: np.ndarray, chosen: np.ndarray) -> np.ndarray:

@@ -22,7 +22,6 @@ from r3train.algo.gap_budget import PARTS
 from r3train.audit.audit_run import audit_run
 from r3train.audit.findings import CLAIMS, SERVED
 from r3train.cli import main
-from r3train.engine.control import EngineControl
 from r3train.loop.replay_source import load_rollout
 from r3train.observe.prometheus import exported_name
 from r3train.trainer.megatron.saved_state import CHECKSUMS
@@ -159,12 +158,11 @@ def test_the_numbers_of_the_metrics_are_served_while_the_run_goes_on(recorded):
 
 
 def test_the_export_reloads_in_transformers_with_the_logits_of_the_server(recorded, engine):
-    from tests.e2e.sglang_support import Reference
+    from tests.e2e.sglang_support import probe_log_probs, Reference
 
     # published and probed at the end: the server holds what the actor holds
     tokens = np.arange(3, 23, dtype=np.int32)
-    with EngineControl([engine]) as control:
-        served = control.probe_log_probs(tokens)
+    served = probe_log_probs(engine, tokens)
     exported = recorded.run_dir.parent / "hf"
     ours, _ = Reference(exported)(tokens)
     np.testing.assert_allclose(ours, served, atol=1e-4)

@@ -14,7 +14,14 @@ import pytest
 import torch
 from tests import whole_samples
 from tests.e2e.sglang_support import checkpoint_tensors, EOS, NUM_EXPERTS, NUM_LAYERS, prompt_of
-from tests.e2e.sglang_support import Reference, ROUTES, shared_memory_of, TOPK, VOCAB
+from tests.e2e.sglang_support import (
+    probe_log_probs,
+    Reference,
+    ROUTES,
+    shared_memory_of,
+    TOPK,
+    VOCAB,
+)
 
 from r3train.config.rollout_settings import RolloutSection
 from r3train.engine.backend import EngineError, SamplingParams
@@ -202,7 +209,7 @@ def test_an_update_changes_every_weight_and_its_label(
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     probe = prompt_of(9, 64).token_ids
     probe[5] = VOCAB - 1  # which the server calls 0 when it scores a text
-    before = engine.probe_log_probs(probe)
+    before = probe_log_probs(server.addr, probe)
     np.testing.assert_allclose(before, references[0](probe)[0], atol=1e-4)
     publisher = publishers(kind, engine, models, tmp_path)
     for version, model in ((1, 1), (2, 0), (3, 1)):
@@ -211,7 +218,7 @@ def test_an_update_changes_every_weight_and_its_label(
         assert done.num_tensors == len(tensors) and done.num_buckets > 3
         assert done.num_bytes == sum(tensor.nbytes for tensor in tensors.values())
         log_probs, _ = references[model](probe)
-        np.testing.assert_allclose(engine.probe_log_probs(probe), log_probs, atol=1e-4)
+        np.testing.assert_allclose(probe_log_probs(server.addr, probe), log_probs, atol=1e-4)
         assert engine.weight_versions() == [str(version)]
         sample = generate(
             server, [prompt_of(9)], SamplingParams(8, stop_token_ids=(EOS,)), weight_version=version
@@ -230,19 +237,19 @@ def test_an_update_changes_every_weight_and_its_label(
 
 
 def test_what_a_server_has_loaded_stays_when_the_memory_is_written_again(
-    engine, models, references, at_version_zero, tmp_path
+    server, engine, models, references, at_version_zero, tmp_path
 ):
     publisher = publishers("shared_memory", engine, models, tmp_path)
     publisher.publish(checkpoint_tensors(models[1]).items(), version=1)
     publisher._engine = SimpleNamespace(update_weights_from_disk=lambda *_, **__: None)
     publisher.publish(checkpoint_tensors(models[0]).items(), version=2)
     probe = prompt_of(9, 64).token_ids
-    found = engine.probe_log_probs(probe)
+    found = probe_log_probs(server.addr, probe)
     np.testing.assert_allclose(found, references[1](probe)[0], atol=1e-4)
     publisher.close()
 
 
-def test_one_missing_tensor_shows_in_the_probe(engine, models, references, at_version_zero):
+def test_one_missing_tensor_shows_in_the_probe(server, engine, models, references, at_version_zero):
     """The probe is a check that can fail: one expert of one layer left behind is seen."""
     tensors = checkpoint_tensors(models[1])
     left_out = f"model.layers.1.mlp.experts.{int(NUM_EXPERTS / 2)}.down_proj.weight"
@@ -250,7 +257,7 @@ def test_one_missing_tensor_shows_in_the_probe(engine, models, references, at_ve
     publisher.publish([(n, t) for n, t in tensors.items() if n != left_out], version=1)
     publisher.close()
     probe = prompt_of(9, 64).token_ids
-    assert abs(engine.probe_log_probs(probe) - references[1](probe)[0]).max() > 1e-3
+    assert abs(probe_log_probs(server.addr, probe) - references[1](probe)[0]).max() > 1e-3
 
 
 def test_fused_expert_names_are_refused_before_they_are_ignored(engine, at_version_zero):

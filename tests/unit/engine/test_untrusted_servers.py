@@ -9,7 +9,7 @@ import tracemalloc
 import pytest
 from aiohttp import web
 
-from r3train.engine import client as client_module
+from r3train.engine import client as client_module, sglang_http
 from r3train.engine.backend import (
     AnswerRefused,
     BadAnswer,
@@ -148,7 +148,7 @@ def test_the_bound_of_a_body_holds_all_that_was_asked_for():
 
 @pytest.mark.parametrize("status", [429, 502, 503, 504])
 async def test_a_busy_server_is_asked_again_after_a_pause(status, monkeypatch):
-    monkeypatch.setattr(client_module, "_BUSY_S", 0.05)
+    monkeypatch.setattr(sglang_http, "BUSY_S", 0.05)
     fake, told = Fake(first(3, lambda *_: web.Response(status=status, text="busy"))), []
     # more often than an answer may be bad
     options = dict(max_bad_answers=2, on_bad_answer=lambda: told.append(1))
@@ -169,7 +169,7 @@ async def test_the_pause_is_what_the_server_asks_for_within_bounds(monkeypatch):
             pauses.append(pause_s)
         await yield_to_others(0)
 
-    monkeypatch.setattr(client_module.asyncio, "sleep", sleep)
+    monkeypatch.setattr(sglang_http.asyncio, "sleep", sleep)
     asked = iter(["7", "100000", "Wed, 21 Oct 2026 07:28:00 GMT", "-5", "٣", ""])
 
     def busy(*_):
@@ -181,7 +181,7 @@ async def test_the_pause_is_what_the_server_asks_for_within_bounds(monkeypatch):
 
 
 async def test_a_groups_next_request_goes_to_another_server_than_the_busy_one(monkeypatch):
-    monkeypatch.setattr(client_module, "_BUSY_S", 0.05)
+    monkeypatch.setattr(sglang_http, "BUSY_S", 0.05)
 
     async def busy_for_ever(*_):
         return web.Response(status=503)
@@ -193,7 +193,7 @@ async def test_a_groups_next_request_goes_to_another_server_than_the_busy_one(mo
 
 
 async def test_a_server_that_stays_busy_ends_with_its_words(monkeypatch):
-    monkeypatch.setattr(client_module, "_BUSY_S", 0.05)
+    monkeypatch.setattr(sglang_http, "BUSY_S", 0.05)
     fake = Fake(first(99, lambda *_: web.Response(status=503, text="overloaded")))
     async with client_of(fake, request_timeout_s=0.5) as client:
         with pytest.raises(EngineBusy, match="sample 0: .* answered 503: overloaded"):
@@ -202,7 +202,7 @@ async def test_a_server_that_stays_busy_ends_with_its_words(monkeypatch):
 
 
 async def test_a_busy_answer_of_a_server_that_has_died_is_its_death(monkeypatch):
-    monkeypatch.setattr(client_module, "_BUSY_S", 0.05)
+    monkeypatch.setattr(sglang_http, "BUSY_S", 0.05)
 
     def dead():
         raise EngineDied("exit code 9")

@@ -87,7 +87,7 @@ async def test_a_call_that_one_server_refuses_is_broken_off_on_the_others():
         http = SGLangHTTP([first, second])
         try:
             with pytest.raises(EngineError, match="flush_cache: .* answered 400: no"):
-                await http.call_all("/flush_cache", what="flush_cache")
+                await http.ask_all("flush_cache")
             await asyncio.wait_for(broken_off.wait(), 10)
         finally:
             give_up.set()

@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import HashStore
 
-from r3train.engine.backend import EngineDied, EngineError, EngineUnreachable
+from r3train.engine.backend import EngineBusy, EngineDied, EngineError, EngineUnreachable
 from r3train.engine.publish import WeightUpdateError
 from r3train.host_group import join_ranks, leave_ranks
 from r3train.loop import recovery as module
@@ -47,16 +47,21 @@ def test_lost_engines_and_weight_updates_are_caught_and_a_refusal_is_not():
     assert Recovery(None, enabled=False).caught == ()
 
 
-def test_without_restarts_there_is_no_collective():
-    """No group of ranks has been joined here, so a collective would raise."""
-    assert not Recovery(Engines(), enabled=False).needed(EngineDied("it ended"))
+@pytest.mark.parametrize(
+    "enabled, cause",
+    [(False, EngineDied("it ended")), (True, EngineError("401")), (True, EngineBusy("503"))],
+)
+def test_a_cause_that_no_restart_fixes_is_given_back_and_nothing_restarts(one_rank, enabled, cause):
+    recovery = Recovery(engines := Engines(), enabled=enabled)
+    assert recovery.needed(cause) and recovery.restart(cause) is cause
+    assert engines.calls == []
 
 
 def test_rank_0_restarts_where_it_has_a_failure(one_rank):
     engines = Engines()
     recovery = Recovery(engines, enabled=True)
     assert not recovery.needed(None) and recovery.needed(EngineDied("it ended"))
-    assert recovery.restart() is None
+    assert recovery.restart(EngineDied("it ended")) is None
     recovery.restored(7)
     assert engines.calls == ["restart", ("restored", 7)]
     assert recovery.counts() == {"engine_restarts": 2}
@@ -64,19 +69,20 @@ def test_rank_0_restarts_where_it_has_a_failure(one_rank):
 
 def test_what_prevents_a_restart_is_given_back_and_an_error_of_ours_is_raised(one_rank):
     failure = EngineDied("too many restarts")
-    assert Recovery(Engines(failure), enabled=True).restart() is failure
+    lost = EngineDied("it ended")
+    assert Recovery(Engines(failure), enabled=True).restart(lost) is failure
     with pytest.raises(ZeroDivisionError):
-        Recovery(Engines(ZeroDivisionError()), enabled=True).restart()
+        Recovery(Engines(ZeroDivisionError()), enabled=True).restart(lost)
 
 
 @pytest.mark.parametrize("said", [None, "too many restarts"])
 def test_another_rank_hears_what_prevents_the_restart(one_rank, monkeypatch, said):
     monkeypatch.setattr(module, "broadcast_json", lambda value: said)
     recovery = Recovery(None, enabled=True)
-    failure = recovery.restart()
+    failure = recovery.restart(None)
     if said is None:
         assert failure is None
     else:
-        assert str(failure) == "rank 0 lost its engines: too many restarts"
+        assert "too many restarts" in str(failure)
     recovery.restored(7)
     assert recovery.counts() == {}

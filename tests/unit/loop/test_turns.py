@@ -5,15 +5,19 @@ from __future__ import annotations
 from datetime import timedelta
 from types import SimpleNamespace
 
+import pytest
 from torch.distributed import HashStore
 
 from r3train.config.hf_facts import read_hf_facts
-from r3train.engine.backend import EngineDied, SamplingParams
+from r3train.engine.backend import EngineBusy, EngineDied, SamplingParams
 from r3train.generation.producer import Producer
 from r3train.generation.rollout_task import RequestSettings
 from r3train.host_group import join_ranks, leave_ranks
 from r3train.loop.async_loop import AsyncLoop
+from r3train.loop.device_turns import Colocated
 from r3train.loop.fleet import RankZero
+from r3train.loop.recovery import Recovery
+from r3train.loop.weight_update import WeightUpdate
 from r3train.observe.console import RunDisplay
 from r3train.types import RankTopology
 from tests.unit.config.test_config import config
@@ -93,3 +97,51 @@ def test_a_server_lost_when_it_should_release_is_restarted_and_the_batch_waits_f
     ]
     assert stats["in_flight"] == 0
     assert len(engine.asked) == 4, "answers that were complete were asked for again"
+
+
+class Refuses:
+    """Servers that never hold their memory again."""
+
+    publisher = None
+
+    def __init__(self):
+        self.calls = []
+
+    def keep_onloaded(self, *kinds):
+        self.calls.append(kinds)
+        raise EngineBusy("answered 503")
+
+    def stop_servers(self):
+        self.calls.append("stop")
+
+
+def test_servers_that_refuse_their_turn_for_good_end_the_run_after_a_checkpoint(tiny):
+    settings = config(
+        hf_checkpoint=tiny / "model", colocate=True, max_weight_staleness=0, max_engine_restarts=1
+    )
+    fleet, held, saved = Refuses(), [], []
+    memory = SimpleNamespace(hold=lambda *parts: held.append(parts), is_whole=False)
+    actor, recovery = SimpleNamespace(memory=memory), Recovery(fleet, enabled=True)
+    update = WeightUpdate(
+        config=settings,
+        hf=read_hf_facts(tiny / "model"),
+        actor=actor,
+        rank_zero=RankZero(fleet, RunDisplay(4, enabled=False), None, None),
+        turns=Colocated(settings, actor, fleet, recovery),
+        recovery=recovery,
+        run_state=SimpleNamespace(save_failed=lambda *of: saved.append((of[0], held[-1]))),
+        stage=None,
+        topologies=[RankTopology()],
+    )
+    join_ranks("gloo", HashStore(), 0, 1, timeout=timedelta(seconds=60))
+    try:
+        with pytest.raises(EngineBusy, match="503"):
+            update.publish(0)
+        assert not saved, "nothing is new before the first rollout"
+        update.set_source(SimpleNamespace(failure=None))
+        with pytest.raises(EngineBusy, match="503"):
+            update.publish(3)
+    finally:
+        leave_ranks()
+    # once the servers have left, and all that a checkpoint needs has come back
+    assert saved == [(3, ("weights", "gradients", "optimizer"))] and fleet.calls[-1] == "stop"
