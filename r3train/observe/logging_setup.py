@@ -26,6 +26,14 @@ _FILE_FORMAT = "%(asctime)s rank %(rank)d %(levelname)s %(name)s: %(message)s"
 _COLOURS = {logging.WARNING: "yellow"}  # as of other warnings on the terminal
 _TEXT = {"encoding": "utf-8", "errors": "backslashreplace"}
 
+# logger -> the beginning of the messages of which whoever reaches a port can cause any number
+_OF_STRANGERS = {
+    "aiohttp.server": "Error handling request",
+    "asyncio": "socket.accept()",
+    f"{OUR_LOGGER}.agents.http": "the chat endpoint refuses",
+}
+_SELDOM_S = 60.0
+
 logger = logging.getLogger(__name__)
 
 
@@ -84,6 +92,8 @@ class LoggingSetup:
         )
         in_file.setFormatter(logging.Formatter(_FILE_FORMAT, defaults={"rank": rank}))
         self._handlers = [in_file, _TerminalHandler()] if rank == 0 else [in_file]
+        for handler in self._handlers:
+            handler.addFilter(_Seldom())
         root.handlers = list(self._handlers)
         root.setLevel(level)
         logging.captureWarnings(True)
@@ -177,7 +187,8 @@ class _TerminalHandler(logging.StreamHandler):
         return sys.stderr
 
     def filter(self, record: logging.LogRecord) -> bool:
-        return record.levelno >= (logging.WARNING if _is_ours(record) else logging.ERROR)
+        least = logging.WARNING if _is_ours(record) else logging.ERROR
+        return record.levelno >= least and super().filter(record)
 
     def format(self, record: logging.LogRecord) -> str:
         whose = "" if _is_ours(record) else f" of {record.name}"
@@ -189,6 +200,22 @@ class _TerminalHandler(logging.StreamHandler):
 
 def _is_ours(record: logging.LogRecord) -> bool:
     return record.name.split(".")[0] == OUR_LOGGER
+
+
+class _Seldom(logging.Filter):
+    """Lets through, once a minute for each error, what any stranger's connection can cause."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._shown: dict[object, float] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not str(record.msg).startswith(_OF_STRANGERS.get(record.name, "\0")):
+            return True
+        kind = record.name, record.exc_info and record.exc_info[0]
+        if is_due := record.created > self._shown.get(kind, 0.0) + _SELDOM_S:
+            self._shown[kind] = record.created
+        return is_due
 
 
 class _Redirected:
