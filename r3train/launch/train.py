@@ -24,6 +24,7 @@ from r3train.launch.gpus import server_gpus_here, torchruns_number
 from r3train.launch.local_servers import start_servers
 from r3train.launch.run_dir import claim_directories, open_run_dir, raise_file_limit, start_stamp
 from r3train.cpu.torchvision_stub import declare_ops_for_imports
+from r3train.patches import patch
 
 if TYPE_CHECKING:
     from r3train.engine.server import SGLangServer
@@ -347,6 +348,15 @@ def find_modules_here() -> None:
 def as_rank(program: Callable[[], object]) -> None:
     """Run the program in a process that torchrun or ``r3train train`` has started."""
     find_modules_here()
+    from r3train.observe.console import UntilGone
+
+    # where a stream was closed, the next file would have its number, and what C++ prints
+    while (number := os.open(os.devnull, os.O_RDWR)) < 3:
+        os.set_inheritable(number, True)
+    os.close(number)
+    for name in ("stdout", "stderr"):
+        why = "a full disk ends no run that prints"
+        patch(sys, name, UntilGone(getattr(sys, name)), expects=None, why=why)
     # until there is something to close, Ctrl-C ends a rank without a word: who started it says one
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     gc.disable()  # while all is imported: searching torch and megatron-core took a fifth of that

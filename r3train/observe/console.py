@@ -8,6 +8,7 @@ control codes.  Ranks other than 0 pass ``enabled=False`` and print nothing.
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import sys
 import threading
@@ -15,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -34,6 +36,8 @@ from rich.text import Text
 
 from r3train.config.sources import printable
 from r3train.observe.step_line import duration, step_text, verdict_style
+
+logger = logging.getLogger(__name__)
 
 # Where nobody watches, a word from a long wait is enough once a minute.
 PLAIN_HEARTBEAT_S = 60.0
@@ -61,7 +65,7 @@ class RunDisplay:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._num_rollout = num_rollout
-        self._console = console or Console(highlight=False, file=_UntilGone(sys.stdout))
+        self._console = console or Console(highlight=False, file=UntilGone(sys.stdout))
         self._console.quiet = not enabled
         self._live = enabled and (_is_watched(self._console) if live is None else live)
         self._clock = clock
@@ -276,14 +280,18 @@ class _TimeLeft(ProgressColumn):
         return Text(f"{duration(max(0.0, left))} left", style="cyan")
 
 
-class _UntilGone:
-    """A stream that drops what is written once its terminal has closed, or the reader of its pipe.
+class UntilGone:
+    """A stream that drops what it cannot write: its terminal or its reader is gone, its disk is full, or it is None.
 
-    A run is told of that (SIGHUP) and saves; an error from a line of progress must not keep it from that.
+    A run is told of a terminal's end (SIGHUP) and saves; no line of progress must keep it from that, or end it.
+    A character that the stream's encoding lacks is spelled out.
     """
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
+    def __init__(self, stream: TextIO | None) -> None:
+        self._stream = stream or open(os.devnull, "w", encoding="utf-8")
+        self._has_said = False
+        if isinstance(self._stream, TextIOWrapper):
+            self._stream.reconfigure(errors="backslashreplace")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -301,12 +309,20 @@ class _UntilGone:
         try:
             act()
         except OSError as error:
-            if error.errno not in (errno.EIO, errno.EPIPE):
+            is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            if not is_full and error.errno not in (errno.EIO, errno.EPIPE):
                 raise
             # what is in the buffer would be an error again as the interpreter ends (exit code 120)
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self._stream.fileno())
-            os.close(nowhere)
+            number = self._stream.fileno()
+            nowhere, there = os.open(os.devnull, os.O_WRONLY), os.dup(number)
+            os.dup2(nowhere, number)
+            self._stream.flush()
+            if is_full:  # it may have room again
+                os.dup2(there, number)
+            os.close(nowhere), os.close(there)
+            if is_full and logging.root.handlers and not self._has_said:
+                self._has_said = True
+                logger.warning("lines for %s are lost: %s", self._stream.name, error.strerror)
 
 
 def _is_watched(console: Console) -> bool:
