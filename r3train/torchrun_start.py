@@ -6,6 +6,7 @@ panel.  torchrun then shows forty lines of its own, in which nothing is about th
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -17,6 +18,7 @@ from r3train.patches import patch
 
 _PROGRAM, _MODULE = Path(__file__).parents[1] / "train_async.py", "r3train.launch.train"
 _USAGE_ERROR = 2
+_ELASTIC = "torch.distributed.elastic"
 
 
 def rendezvous_handler() -> Any:
@@ -43,6 +45,8 @@ def leave_errors_to_the_ranks() -> None:
     if is_rank or not any(_is_ours(word) for word in sys.orig_argv[1:]):
         return
     shown = sys.excepthook
+    # which process has failed: it has said so itself, or the hook does
+    logging.getLogger(f"{_ELASTIC}.multiprocessing.api").addFilter(lambda _: False)
 
     def hook(
         kind: type[BaseException], error: BaseException, traceback: TracebackType | None

@@ -252,7 +252,7 @@ def train(
         attempt = broadcast_json(start_stamp())
         evidence = EvidenceWriter(run_dir, rank, attempt, summed=config.sums_evidence)
         parts.callback(evidence.close)
-    parts.enter_context(stop)
+    stop.__enter__()  # to the end of the process: while all closes, a signal would end it
     trained = AsyncLoop(
         config,
         job.hf,
@@ -268,6 +268,7 @@ def train(
     ).run(resume.start_rollout_id)
     if config.checkpoint.save_hf is not None:
         export_hf(job, actor, trained)
+    stop.finished = trained >= config.rollout.num_rollout
 
 
 def _serve_metrics(config: RunConfig, sinks: list[Sink], display) -> None:
@@ -291,7 +292,7 @@ def generate(job: Job, rank: int, run_dir: Path, display, stop, parts: ExitStack
     from r3train.observe.metrics import MetricsWriter
     from r3train.observe.sinks import open_sinks
 
-    parts.enter_context(stop)
+    stop.__enter__()
     with rank_zero_alone():
         if rank != 0:
             return
@@ -347,7 +348,6 @@ def find_modules_here() -> None:
 
 def as_rank(program: Callable[[], object]) -> None:
     """Run the program in a process that torchrun or ``r3train train`` has started."""
-    find_modules_here()
     from r3train.observe.console import UntilGone
 
     # where a stream was closed, the next file would have its number, and what C++ prints
@@ -357,6 +357,7 @@ def as_rank(program: Callable[[], object]) -> None:
     for name in ("stdout", "stderr"):
         why = "a full disk ends no run that prints"
         patch(sys, name, UntilGone(getattr(sys, name)), expects=None, why=why)
+    find_modules_here()
     # until there is something to close, Ctrl-C ends a rank without a word: who started it says one
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     gc.disable()  # while all is imported: searching torch and megatron-core took a fifth of that

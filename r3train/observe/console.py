@@ -165,13 +165,10 @@ class RunDisplay:
     ) -> None:
         """Print why a run ended early: the error, what caused it, and where the whole story is.
 
-        facts: what explains the error, by name: shown first, for the error is its consequence.
+        facts: what explains the error, by name: shown last, as causes are.
         """
         self._stop_progress()
-        rows = [
-            (name, Text(printable(text), style="bold red")) for name, text in (facts or {}).items()
-        ]
-        self._panel("run failed", [*rows, *_error_rows(error, log_dir)], "red")
+        self._panel("run failed", _error_rows(error, log_dir, facts or {}), "red")
 
     def _line(self, line: Text | str) -> None:
         text = Text(line) if isinstance(line, str) else line
@@ -359,17 +356,23 @@ def _summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, Text]]:
     return rows
 
 
-def _error_rows(error: BaseException, log_dir: str | Path | None) -> list[tuple[str, Text]]:
-    rows, shown = [("error", _error_text(error, "bold red"))], str(error)
-    cause = _cause(error)
+def _error_rows(
+    error: BaseException, log_dir: str | Path | None, facts: Mapping[str, str]
+) -> list[tuple[str, Text]]:
+    """Rows of which the last line is the cause: a text's first line is, and its others stand before."""
+    rows = [] if log_dir is None else [("logs", Text(str(log_dir)))]
+    rows.append(("error", _error_text(error, "bold red")))
+    cause, shown = _cause(error), str(error)
     # an exception group in a loop of contexts must not keep the person waiting
-    while cause is not None and len(rows) < 6:
+    while cause is not None and len(rows) < 7:
         if str(cause) not in shown:
             rows.append(("caused by", _error_text(cause, "red")))
         shown, cause = shown + str(cause), _cause(cause)
-    if log_dir is not None:
-        rows.append(("logs", Text(str(log_dir))))
-    return rows
+    rows += [(name, Text(printable(text), style="bold red")) for name, text in facts.items()]
+    name, text = rows.pop()
+    first, *others = text.split("\n")
+    details = [("details", Text("\n").join(others))] if others else []
+    return [*rows, *details, (name, first)]
 
 
 def _cause(error: BaseException) -> BaseException | None:

@@ -65,6 +65,15 @@ def test_a_signal_is_noted_and_ends_the_wait_for_a_rollout(number, request):
     stop._timer.cancel()  # pytest goes on
 
 
+def test_a_signal_after_the_last_step_is_no_stop():
+    with StopSignal(grace_s=60) as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.received == "SIGTERM"  # and then the last step ends
+        stop.finished = True
+        assert stop.received is None and stop.exit_code(saved=False) == 0
+    stop._timer.cancel()  # pytest goes on
+
+
 def test_a_hangup_that_was_ignored_at_the_start_stays_ignored():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
     try:
