@@ -18,7 +18,6 @@ from r3train.patches import patch
 
 _PROGRAM, _MODULE = Path(__file__).parents[1] / "train_async.py", "r3train.launch.train"
 _USAGE_ERROR = 2
-_ELASTIC = "torch.distributed.elastic"
 
 
 def rendezvous_handler() -> Any:
@@ -46,7 +45,7 @@ def leave_errors_to_the_ranks() -> None:
         return
     shown = sys.excepthook
     # which process has failed: it has said so itself, or the hook does
-    logging.getLogger(f"{_ELASTIC}.multiprocessing.api").addFilter(lambda _: False)
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(lambda _: False)
 
     def hook(
         kind: type[BaseException], error: BaseException, traceback: TracebackType | None

@@ -65,10 +65,8 @@ def family_conflicts(hf: HfModelFacts) -> Iterator[str]:
     else:
         shares = fields.get("moe_router_score_function"), fields.get("moe_router_pre_softmax")
         if fields.get("moe_router_topk") == 1 and shares != ("softmax", True):
-            yield (
-                f"{where}: num_experts_per_tok is 1, and the gate of {hf.model_type}, a share of the chosen experts,"
-                " is always 1: Megatron has no such gate for one expert; expected 2 or more"
-            )
+            why = f"{hf.model_type}'s gate of one chosen expert is 1, which Megatron's cannot be"
+            yield f"{where}: num_experts_per_tok is 1, expected 2 or more: {why}"
     for complaint in family.conflicts(content):
         yield f"{where}: {complaint}"
     quantised = content.get("quantization_config")

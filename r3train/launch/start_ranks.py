@@ -26,7 +26,7 @@ from r3train.config.options import train_options, usage_errors
 from r3train.cuda_environment import visible_gpus
 from r3train.engine.server import free_port
 from r3train.launch.gpus import server_gpus
-from r3train.launch.train import find_modules_here, show_dry_run
+from r3train.launch.train import find_modules_here, ignore_signals, show_dry_run
 from r3train.torchrun_start import unspoken
 
 _PROGRAM = "r3train.launch.train"
@@ -78,7 +78,9 @@ def _start(
             return
         host, port = _meeting(nnodes, node_rank, rdzv_endpoint)
     flags = without(_OPTIONS, click.get_current_context().meta["words"])
-    sys.exit(start_ranks(flags, num_ranks, nnodes, node_rank, host, port))
+    code = start_ranks(flags, num_ranks, nnodes, node_rank, host, port)
+    ignore_signals()
+    sys.exit(code)
 
 
 train_command = train_options(_start, _OPTIONS)

@@ -252,7 +252,7 @@ def train(
         attempt = broadcast_json(start_stamp())
         evidence = EvidenceWriter(run_dir, rank, attempt, summed=config.sums_evidence)
         parts.callback(evidence.close)
-    stop.__enter__()  # to the end of the process: while all closes, a signal would end it
+    stop.begin()
     trained = AsyncLoop(
         config,
         job.hf,
@@ -292,7 +292,7 @@ def generate(job: Job, rank: int, run_dir: Path, display, stop, parts: ExitStack
     from r3train.observe.metrics import MetricsWriter
     from r3train.observe.sinks import open_sinks
 
-    stop.__enter__()
+    stop.begin()
     with rank_zero_alone():
         if rank != 0:
             return
@@ -355,13 +355,21 @@ def as_rank(program: Callable[[], object]) -> None:
         os.set_inheritable(number, True)
     os.close(number)
     for name in ("stdout", "stderr"):
-        why = "a full disk ends no run that prints"
-        patch(sys, name, UntilGone(getattr(sys, name)), expects=None, why=why)
+        patch(sys, name, UntilGone(getattr(sys, name)), expects=None, why="no line ends a run")
     find_modules_here()
     # until there is something to close, Ctrl-C ends a rank without a word: who started it says one
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     gc.disable()  # while all is imported: searching torch and megatron-core took a fifth of that
-    program()
+    try:
+        program()
+    finally:
+        ignore_signals()
+
+
+def ignore_signals() -> None:
+    """Let no signal end a process that is done: the interpreter takes handlers away before it has ended."""
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
 
 
 if __name__ == "__main__":  # writers of torch_dist checkpoints import this file again

@@ -34,13 +34,13 @@ class StopRequested(Exception):
 
 
 class StopSignal:
-    """Notes a signal to stop; a context manager that restores the handlers.
+    """Notes a signal to stop, from ``begin`` to the end of the process.
 
-    Enter it once there is something to save; earlier, a signal should end the process at once.  So does
+    Begin once there is something to save; earlier, a signal should end the process at once.  So does
     a second SIGINT.  A SIGHUP that was ignored at the start (nohup) stays ignored.
-    ``grace_s`` seconds after the signal the process ends, whatever it is doing, and also after this has
-    closed: with exit code 0 where ``saved`` was set, as for a run that has only to close, else with 1.  Where
-    ``finished`` is set all was done: what comes then is no stop.
+    ``grace_s`` seconds after the signal the process ends, whatever it is doing: with exit code 0 where
+    ``saved`` was set, as for a run that has only to close, else with 1.  Where ``finished`` is set all
+    was done: what comes then is no stop.
     """
 
     def __init__(
@@ -55,7 +55,6 @@ class StopSignal:
         self._received_at = 0.0
         self.saved = self.finished = False
         self._timer: threading.Timer | None = None
-        self._before: dict[int, object] = {}
         # slurm/ranks.sh makes torchrun ignore SIGTERM, and its children inherit that
         if signal.getsignal(signal.SIGTERM) is signal.SIG_IGN:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -65,17 +64,11 @@ class StopSignal:
             if parent not in (None, os.getppid()):
                 os.kill(os.getpid(), signal.SIGTERM)
 
-    def __enter__(self) -> StopSignal:
+    def begin(self) -> None:
+        """Handle signals from now on: one that comes while all closes ends nothing early."""
         for number in SIGNALS:
-            if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
-                continue
-            self._before[number] = signal.signal(number, self._on_signal)
-        return self
-
-    def __exit__(self, *_exc: object) -> None:
-        # the grace period goes on: closing servers, rewards and threads may hang too
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         now = time.monotonic()

@@ -26,13 +26,8 @@ _FILE_FORMAT = "%(asctime)s rank %(rank)d %(levelname)s %(name)s: %(message)s"
 _COLOURS = {logging.WARNING: "yellow"}  # as of other warnings on the terminal
 _TEXT = {"encoding": "utf-8", "errors": "backslashreplace"}
 
-# logger -> the beginning of the messages of which whoever reaches a port can cause any number
-_OF_STRANGERS = {
-    "aiohttp.server": "Error handling request",
-    "asyncio": "socket.accept()",
-    f"{OUR_LOGGER}.agents.http": "the chat endpoint refuses",
-}
-_SELDOM_S = 60.0
+# messages of which whoever reaches a port can cause any number
+_OF_STRANGERS = ("Error handling request", "socket.accept()", "the chat endpoint refuses")
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +88,7 @@ class LoggingSetup:
         in_file.setFormatter(logging.Formatter(_FILE_FORMAT, defaults={"rank": rank}))
         self._handlers = [in_file, _TerminalHandler()] if rank == 0 else [in_file]
         for handler in self._handlers:
-            handler.addFilter(_Seldom())
+            handler.addFilter(_seldom())
         root.handlers = list(self._handlers)
         root.setLevel(level)
         logging.captureWarnings(True)
@@ -202,20 +197,19 @@ def _is_ours(record: logging.LogRecord) -> bool:
     return record.name.split(".")[0] == OUR_LOGGER
 
 
-class _Seldom(logging.Filter):
-    """Lets through, once a minute for each error, what any stranger's connection can cause."""
+def _seldom() -> Callable[[logging.LogRecord], bool]:
+    """Make a filter that lets through, once a minute for each error, what any stranger's connection can cause."""
+    shown: dict[object, float] = {}
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._shown: dict[object, float] = {}
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        if not str(record.msg).startswith(_OF_STRANGERS.get(record.name, "\0")):
+    def passes(record: logging.LogRecord) -> bool:
+        if not str(record.msg).startswith(_OF_STRANGERS):
             return True
         kind = record.name, record.exc_info and record.exc_info[0]
-        if is_due := record.created > self._shown.get(kind, 0.0) + _SELDOM_S:
-            self._shown[kind] = record.created
+        if is_due := record.created > shown.get(kind, 0.0) + 60:
+            shown[kind] = record.created
         return is_due
+
+    return passes
 
 
 class _Redirected:

@@ -82,7 +82,7 @@ def run(cases: Sequence[Case], scratch: Path, report: Callable[[str], None]) -> 
 
 def _read_status(case: Case) -> Status | None:
     file = Path(case.output) / "status.json"
-    return Status(**json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else None
+    return Status(**json.loads(file.read_bytes())) if file.is_file() else None
 
 
 def _launch(world_size: int, cases: Sequence[Case], scratch: Path) -> None:
@@ -90,7 +90,7 @@ def _launch(world_size: int, cases: Sequence[Case], scratch: Path) -> None:
     for case in cases:
         Path(case.output).mkdir(parents=True, exist_ok=True)
     plan = scratch / f"cases{world_size}.json"
-    plan.write_text(json.dumps([asdict(c) for c in cases]), encoding="utf-8")
+    plan.write_bytes(json.dumps([asdict(c) for c in cases]).encode())
     program = ["-m", "r3train.verify.topology_worker", str(plan)]
     with torchrun(world_size, program, scratch / f"launch{world_size}.log") as process:
         _wait(process, cases)

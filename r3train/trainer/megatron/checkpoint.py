@@ -319,15 +319,14 @@ def _sum_local(directory: Path, rank: int) -> None:
     """Write the checksums of the files that this rank has written."""
     names = [p.name for p in directory.glob(f"__{rank}_*.distcp")]
     names += [p.name for p in [rng.path_of(directory, rank)] if p.exists()]
-    text = json.dumps(checksums(directory, names))
-    _part_file(directory, rank).write_text(text, encoding="utf-8")
+    _part_file(directory, rank).write_bytes(json.dumps(checksums(directory, names)).encode())
 
 
 def _write_checksums(directory: Path) -> None:
     """Write the checksums of a whole checkpoint, those of each rank's files as it has made them."""
     files: dict[str, dict[str, int]] = {}
     for part in directory.glob(_part_file(directory, 0).name.replace("00000", "*")):
-        files |= json.loads(part.read_text(encoding="utf-8"))
+        files |= json.loads(part.read_bytes())
         part.unlink()
     names = {path.name for path in directory.iterdir() if path.is_file()}
     # samples are replaced later, and their file has a checksum of its own

@@ -245,6 +245,21 @@ sys.exit(starts.start_ranks(["ends"], 2, 1, 0, "127.0.0.1", free_port("127.0.0.1
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_a_signal_while_a_ranks_interpreter_ends_does_not_count():
+    code = """
+import os
+from r3train.launch.train import as_rank
+
+class Late:
+    def __del__(self, kill=os.kill, pid=os.getpid()):
+        kill(pid, 15)
+
+late = Late()
+as_rank(lambda: None)
+"""
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+
+
 def test_a_signal_before_there_are_ranks_ends_the_command():
     code_of = """
 import os, signal, sys
