@@ -83,9 +83,8 @@ class _Session:
     answer: Answer
     take_reward: Callable[[Reward], None] | None
     slots: asyncio.Semaphore  # of its requests at once; another waits, its body unread
-    calls: dict[bytes, list[_Call]] = field(
-        default_factory=dict
-    )  # by digest; failed ones are not kept
+    # by digest; failed ones are not kept
+    calls: dict[bytes, list[_Call]] = field(default_factory=dict)
     is_over: bool = False
 
     def to_join(self, digest: bytes) -> _Call | None:

@@ -7,7 +7,6 @@ adds one line, and only where no rank could speak.
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import signal
@@ -27,7 +26,7 @@ from r3train.cuda_environment import visible_gpus
 from r3train.engine.server import free_port
 from r3train.launch.gpus import server_gpus
 from r3train.launch.train import find_modules_here, ignore_signals, show_dry_run
-from r3train.torchrun_start import unspoken
+from r3train.torchrun_start import silence_failures, unspoken
 
 _PROGRAM = "r3train.launch.train"
 _MEETING_PORT = 29500  # of several machines, as torchrun's
@@ -169,11 +168,7 @@ def start_ranks(
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.launcher.api import elastic_launch, LaunchConfig
 
-        # what ended, and by which signal: a rank says it, or the line below does
-        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-        for name in list(logging.root.manager.loggerDict):
-            if name.startswith("torch.distributed.elastic"):
-                logging.getLogger(name).setLevel(logging.CRITICAL)
+        silence_failures()
         launch = LaunchConfig(
             min_nodes=nnodes,
             max_nodes=nnodes,
