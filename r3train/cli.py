@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import shutil
+import sys
 import textwrap
+from io import TextIOWrapper
 from pathlib import Path
 
 import click
@@ -135,6 +137,8 @@ def _settings(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> 
 def main() -> None:
     """Train mixture-of-experts models by reinforcement, with rollout routing replay, and prove it."""
     declare_ops_for_imports()
+    if isinstance(sys.stdout, TextIOWrapper):  # a character that the terminal lacks is spelled out
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 @click.command()

@@ -6,6 +6,7 @@ panel.  torchrun then shows forty lines of its own, in which nothing is about th
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -43,6 +44,7 @@ def leave_errors_to_the_ranks() -> None:
     if is_rank or not any(_is_ours(word) for word in sys.orig_argv[1:]):
         return
     shown = sys.excepthook
+    silence_failures()
 
     def hook(
         kind: type[BaseException], error: BaseException, traceback: TracebackType | None
@@ -64,6 +66,12 @@ def leave_errors_to_the_ranks() -> None:
         expects=None,
         why="torchrun's traceback buries what a rank has said",
     )
+
+
+def silence_failures() -> None:
+    """Keep torch's launcher from naming the processes that have failed: they say so, or ``unspoken`` does."""
+    for part in ("multiprocessing.api", "agent.server.api", "agent.server.local_elastic_agent"):
+        logging.getLogger(f"torch.distributed.elastic.{part}").addFilter(lambda _: False)
 
 
 def unspoken(error: Any) -> str | None:

@@ -45,7 +45,7 @@ async def run_command(
     reward_file, task_file = directory / "reward.json", directory / "task.json"
     work = directory / "work"
     work.mkdir()
-    task_file.write_text(json.dumps(task))
+    task_file.write_text(json.dumps(task), encoding="utf-8")
     environment = inherited(os.environ, env_names) | {
         "OPENAI_BASE_URL": access.base_url,
         "OPENAI_API_BASE": access.base_url,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import secrets
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -82,9 +83,8 @@ class _Session:
     answer: Answer
     take_reward: Callable[[Reward], None] | None
     slots: asyncio.Semaphore  # of its requests at once; another waits, its body unread
-    calls: dict[bytes, list[_Call]] = field(
-        default_factory=dict
-    )  # by digest; failed ones are not kept
+    # by digest; failed ones are not kept
+    calls: dict[bytes, list[_Call]] = field(default_factory=dict)
     is_over: bool = False
 
     def to_join(self, digest: bytes) -> _Call | None:
@@ -97,14 +97,18 @@ class _Session:
 class ChatEndpoint:
     """Chat endpoint at ``host:port`` for all sessions of a run, each with a key of its own.
 
-    ``max_parallel`` bounds the requests of one session that are answered at once; more wait.  All methods
-    belong to one event loop.
+    ``max_parallel`` bounds the requests of one session that are answered at once; more wait.  A connection on which no
+    whole request comes for ``idle_s`` seconds is closed, and connections above a quarter of the limit of open files are
+    refused: whoever reaches the port needs no key to open one.  All methods belong to one event loop.
     """
 
-    def __init__(self, *, host: str = "127.0.0.1", port: int = 0, max_parallel: int = 8) -> None:
+    def __init__(
+        self, *, host: str = "127.0.0.1", port: int = 0, max_parallel: int = 8, idle_s: float = 30.0
+    ) -> None:
         self._host, self._port = host, port
-        self._max_parallel = max_parallel
+        self._max_parallel, self._idle_s = max_parallel, idle_s
         self._runner: web.AppRunner | None = None
+        self._listener: asyncio.Server | None = None
         self._starting = asyncio.Lock()
         self._sessions: dict[str, _Session] = {}
         self._over: dict[str, None] = {}  # in the order of their ends
@@ -123,10 +127,18 @@ class ChatEndpoint:
         app.router.add_get("/v1/models", partial(self._guarded, openai, self._models))
         app.router.add_post("/v1/r3train/reward", partial(self._guarded, openai, self._reward))
         app.router.add_route("*", "/{path:.*}", partial(self._guarded, openai, self._nothing))
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        waits = {"shutdown_timeout": 1.0, "keepalive_timeout": self._idle_s}
+        runner = web.AppRunner(app, access_log=None, **waits)
         await runner.setup()
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4
+
+        def accepted() -> asyncio.Protocol:
+            return runner.server() if len(runner.server.connections) < most else _Refused()
+
         try:
-            await web.TCPSite(runner, self._host, self._port, backlog=1024).start()
+            self._listener = await asyncio.get_running_loop().create_server(
+                accepted, self._host, self._port, backlog=min(1024, most)
+            )
         except OSError as error:
             await runner.cleanup()
             raise ValueError(
@@ -139,6 +151,7 @@ class ChatEndpoint:
         for key in list(self._sessions):
             await self.close(key)
         if self._runner is not None:
+            self._listener.close()
             await self._runner.cleanup()
             self._runner = None
 
@@ -150,7 +163,7 @@ class ChatEndpoint:
         take_reward: gets each reward that the session posts; without it none is taken.
         """
         await self.start()
-        host, port = self._runner.addresses[0][:2]
+        host, port = self._listener.sockets[0].getsockname()[:2]
         key = f"sk-r3train-{secrets.token_hex(_KEY_BYTES)}"
         self._sessions[key] = _Session(answer, take_reward, asyncio.Semaphore(self._max_parallel))
         return Access(f"http://{f'[{host}]' if ':' in host else host}:{port}/v1", key)
@@ -289,6 +302,16 @@ class ChatEndpoint:
             f"{request.method} {request.path[:200]}: there is POST /v1/chat/completions, POST /v1/messages"
             " and GET /v1/models",
         )
+
+
+class _Refused(asyncio.Protocol):
+    """A connection above the bound, which ends at once."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        logger.warning(
+            "the chat endpoint refuses a connection: a quarter of the open files are others"
+        )
+        transport.abort()
 
 
 async def _answered(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
@@ -13,9 +14,9 @@ from r3train.config.data_settings import DataSection
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
-# words of an answer that no template has
-_STAND_IN = "r3train-stands-in-for-an-answer"
-_RESULT = "r3train-stands-in-for-a-result"
+# words that no template has, and that nobody can know and write into a message
+_STAND_IN = f"r3train-stands-in-for-an-answer-{secrets.token_hex(8)}"
+_RESULT = f"r3train-stands-in-for-a-result-{secrets.token_hex(8)}"
 
 
 class Behind(NamedTuple):

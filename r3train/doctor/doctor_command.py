@@ -138,4 +138,6 @@ def _of_config(config: RunConfig, node: Node) -> Findings:
         yield from machine.check_port("SGLang", host, port)
     if config.has_engines:
         yield from machine.check_open_files(config.rollout.most_in_flight)
+    if config.has_engines and not config.rollout.rollout_external_engine_addrs:
+        yield from machine.check_sockets()
     yield from memory.check_room(config, node)

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
@@ -17,6 +18,7 @@ from r3train.launch.limits import (
     Lack,
     SHARED_MEMORY,
     few_files,
+    long_tmpdir,
     little_shared_memory,
     needed_files,
     shared_memory_bytes,
@@ -191,6 +193,11 @@ def check_shared_memory(num_ranks: int) -> Findings:
 def check_open_files(num_requests: int) -> Findings:
     """Every request in flight is a connection; a run raises its soft limit to the hard one."""
     yield _judged("open files", few_files(num_requests), needed_files(num_requests))
+
+
+def check_sockets() -> Findings:
+    """A server's sockets are files in TMPDIR, and the kernel takes no long path for one."""
+    yield _judged("TMPDIR", long_tmpdir(), f"{tempfile.gettempdir()} is short enough for sockets")
 
 
 def check_port(subject: str, host: str, port: object) -> Findings:

@@ -29,7 +29,7 @@ class PatchList:
                 [sys.executable, "-W", "ignore", "-m", __spec__.name, who],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                text=True,
+                encoding="utf-8",
             )
             for who in _MAKERS
         }

@@ -91,7 +91,7 @@ def other_models(model: Path) -> str:
         return ""
     names = load_json_object(config).get("architectures") or ["-"]
     folder = Path(sglang.submodule_search_locations[0]) / "srt" / "models"
-    texts = {file.stem: file.read_text() for file in sorted(folder.glob("*.py"))}
+    texts = {file.stem: file.read_text(encoding="utf-8") for file in sorted(folder.glob("*.py"))}
     unused = [name for name, text in texts.items() if f"class {names[0]}(" not in text]
     return ",".join(unused) if len(unused) < len(texts) else ""
 

@@ -54,13 +54,19 @@ def family_conflicts(hf: HfModelFacts) -> Iterator[str]:
                 f" not rotate; expected {expected}"
             )
     try:
-        transformer_fields(family, hf), model_arguments(family, hf)
+        fields = transformer_fields(family, hf)
+        model_arguments(family, hf)
         family.attributes(keys_of(family, hf))
         weights = model_weights(family, hf)
         for weight, _ in weights.rows():
             weights.shapes_of(weight)
     except ValueError as error:  # a key is missing
         yield str(error)
+    else:
+        shares = fields.get("moe_router_score_function"), fields.get("moe_router_pre_softmax")
+        if fields.get("moe_router_topk") == 1 and shares != ("softmax", True):
+            why = f"{hf.model_type}'s gate of one chosen expert is 1, which Megatron's cannot be"
+            yield f"{where}: num_experts_per_tok is 1, expected 2 or more: {why}"
     for complaint in family.conflicts(content):
         yield f"{where}: {complaint}"
     quantised = content.get("quantization_config")

@@ -41,7 +41,7 @@ class LastWords:
         self.log: LoggingSetup | None = None
         self.run_dir: Path | None = None
         self.store: Store | None = None
-        self._rank, self._display = rank, display
+        self._rank, self._display, self._launcher = rank, display, os.getppid()
         self._directories = [path for path in directories if path is not None]
         self._error: BaseException | None = None  # the first
 
@@ -73,7 +73,7 @@ class LastWords:
 
         Where it does not, this rank shows its own error.
         """
-        if self._rank == 0 or self.store is None:
+        if self._rank == 0 or not self._is_there:
             return
         end = time.monotonic() + _RANK_0_SHOWS_S
         while not self._has(_SHOWN):
@@ -97,9 +97,14 @@ class LastWords:
             facts["disk"] = full
         return facts
 
+    @property
+    def _is_there(self) -> bool:
+        """False also where the launcher, which holds the store, is gone: torch would print its frames for a call."""
+        return self.store is not None and os.getppid() == self._launcher
+
     def _put(self, key: str, value: str) -> None:
         try:
-            if self.store is not None and not self.store.check([key]):
+            if self._is_there and not self.store.check([key]):
                 self.store.set(key, value)
         except RuntimeError:  # the store has ended with the process that held it
             pass
@@ -107,7 +112,7 @@ class LastWords:
     def _has(self, key: str) -> bool:
         """True if a rank has put the key; without a store rank 0 has gone, and nobody waits for it."""
         try:
-            return self.store is not None and self.store.check([key])
+            return self._is_there and self.store.check([key])
         except RuntimeError:
             return key == _SHOWN
 

@@ -7,9 +7,11 @@ the doctor reports them.
 from __future__ import annotations
 
 import errno
+import os
 import resource
 import shutil
 import socket
+import tempfile
 import time
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -49,6 +51,8 @@ def check_node(config: RunConfig) -> list[Lack]:
         lacks.append((text, "unset --sglang-nccl-port: servers choose free ones"))
     if config.has_engines and not ports and not config.rollout.rollout_external_engine_addrs:
         lacks.append(no_address(host))
+    if config.has_engines and not config.rollout.rollout_external_engine_addrs:
+        lacks.append(long_tmpdir())
     if metrics_port := config.trackers.metrics_port:
         lacks.append(taken_port(LOOPBACK, metrics_port))
     if config.has_engines:
@@ -139,6 +143,15 @@ def few_files(num_requests: int) -> Lack | None:
         return None
     remedy = "raise the hard limit (LimitNOFILE, limits.conf), or lower --rollout-max-concurrency"
     return f"{needed_files(num_requests)}, at most {hard:,} are allowed here", remedy
+
+
+def long_tmpdir() -> Lack | None:
+    """Hold the paths of a server's sockets, in a directory of its own in TMPDIR, against what the kernel takes."""
+    directory, most = tempfile.gettempdir(), 107 - len("/r3t-XXXXXXXX/tmpXXXXXXXX")
+    if (count := len(os.fsencode(directory))) <= most:
+        return None
+    text = f"TMPDIR {directory} is {count} bytes long, and a server's sockets need at most {most}"
+    return text, "name a shorter one on this node, such as /tmp"
 
 
 def shared_memory_bytes(num_ranks: int) -> int:

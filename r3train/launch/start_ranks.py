@@ -7,7 +7,6 @@ adds one line, and only where no rank could speak.
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import signal
@@ -26,8 +25,8 @@ from r3train.config.options import train_options, usage_errors
 from r3train.cuda_environment import visible_gpus
 from r3train.engine.server import free_port
 from r3train.launch.gpus import server_gpus
-from r3train.launch.train import find_modules_here, show_dry_run
-from r3train.torchrun_start import unspoken
+from r3train.launch.train import find_modules_here, ignore_signals, show_dry_run
+from r3train.torchrun_start import silence_failures, unspoken
 
 _PROGRAM = "r3train.launch.train"
 _MEETING_PORT = 29500  # of several machines, as torchrun's
@@ -78,7 +77,9 @@ def _start(
             return
         host, port = _meeting(nnodes, node_rank, rdzv_endpoint)
     flags = without(_OPTIONS, click.get_current_context().meta["words"])
-    sys.exit(start_ranks(flags, num_ranks, nnodes, node_rank, host, port))
+    code = start_ranks(flags, num_ranks, nnodes, node_rank, host, port)
+    ignore_signals()
+    sys.exit(code)
 
 
 train_command = train_options(_start, _OPTIONS)
@@ -157,21 +158,17 @@ def start_ranks(
     flags: Sequence[str], num_ranks: int, nnodes: int, node_rank: int, host: str, port: int
 ) -> int:
     """Start this machine's ranks with ``flags``, wait for their end, and return the run's exit code."""
-    if num_ranks > 1:
-        os.environ.setdefault(
-            "OMP_NUM_THREADS", "1"
-        )  # as torchrun; a rank on a CPU takes its share anew
-    stop = _Forwarder()
-    with stop.installed():
+    if num_ranks > 1:  # as torchrun; a rank on a CPU takes its share anew
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+    logs = tempfile.TemporaryDirectory(prefix="r3train-ranks-", ignore_cleanup_errors=True)
+    stop = _Forwarder(Path(logs.name))
+    with logs, stop.installed():
         from torch.distributed import DistError
+        from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.launcher.api import elastic_launch, LaunchConfig
 
-        # what ended, and by which signal: a rank says it, or the line below does
-        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-        for name in list(logging.root.manager.loggerDict):
-            if name.startswith("torch.distributed.elastic"):
-                logging.getLogger(name).setLevel(logging.CRITICAL)
+        silence_failures()
         launch = LaunchConfig(
             min_nodes=nnodes,
             max_nodes=nnodes,
@@ -181,6 +178,7 @@ def start_ranks(
             rdzv_endpoint=f"{host}:{port}",
             rdzv_configs={"rank": node_rank},
             max_restarts=0,
+            logs_specs=DefaultLogsSpecs(logs.name),
             signals_to_handle="SIGQUIT",  # the others are forwarded, and the ranks end in their time
         )
         # -P: no file of the working directory stands for a module of the program
@@ -189,12 +187,11 @@ def start_ranks(
             elastic_launch(launch, sys.executable)(*command)
         except ChildFailedError as error:
             code = next(iter(error.failures.values())).exitcode
-            if stop.received and code < 0:
+            if stop.received and code == -stop.received:  # from the first step on a rank handles it
                 click.echo(f"stopped by {stop.name} before the first step", err=True)
-            elif not stop.received and (line := unspoken(error)):
-                click.echo(line, err=True)
-            if stop.received and code < 0:
                 return 128 + stop.received
+            if (code < 0 or not stop.received) and (line := unspoken(error)):
+                click.echo(line, err=True)
             return max(code, 1)
         except DistError as error:
             first = " ".join(str(error).split())
@@ -206,9 +203,13 @@ def start_ranks(
 
 
 class _Forwarder:
-    """Passes signals to the ranks, which save and end; before there are any, a signal ends the process."""
+    """Passes signals to the ranks, which save and end; before there are any, a signal ends the process.
 
-    def __init__(self) -> None:
+    logs: the launcher's directory for the ranks, in which it makes one before it starts them.
+    """
+
+    def __init__(self, logs: Path) -> None:
+        self._logs = logs
         self.received: int | None = None
 
     @property
@@ -235,7 +236,8 @@ class _Forwarder:
                 rank.send_signal(number)
             except psutil.NoSuchProcess:
                 pass
-        if not ranks:
+        if not ranks and not any(self._logs.iterdir()):  # else they have ended
+            self._logs.rmdir()
             click.echo(f"stopped by {self.name} before the first step", err=True)
             os._exit(128 + number)
 

@@ -24,6 +24,7 @@ from r3train.launch.gpus import server_gpus_here, torchruns_number
 from r3train.launch.local_servers import start_servers
 from r3train.launch.run_dir import claim_directories, open_run_dir, raise_file_limit, start_stamp
 from r3train.cpu.torchvision_stub import declare_ops_for_imports
+from r3train.patches import patch
 
 if TYPE_CHECKING:
     from r3train.engine.server import SGLangServer
@@ -251,7 +252,7 @@ def train(
         attempt = broadcast_json(start_stamp())
         evidence = EvidenceWriter(run_dir, rank, attempt, summed=config.sums_evidence)
         parts.callback(evidence.close)
-    parts.enter_context(stop)
+    stop.begin()
     trained = AsyncLoop(
         config,
         job.hf,
@@ -267,6 +268,7 @@ def train(
     ).run(resume.start_rollout_id)
     if config.checkpoint.save_hf is not None:
         export_hf(job, actor, trained)
+    stop.finished = trained >= config.rollout.num_rollout
 
 
 def _serve_metrics(config: RunConfig, sinks: list[Sink], display) -> None:
@@ -290,7 +292,7 @@ def generate(job: Job, rank: int, run_dir: Path, display, stop, parts: ExitStack
     from r3train.observe.metrics import MetricsWriter
     from r3train.observe.sinks import open_sinks
 
-    parts.enter_context(stop)
+    stop.begin()
     with rank_zero_alone():
         if rank != 0:
             return
@@ -346,11 +348,28 @@ def find_modules_here() -> None:
 
 def as_rank(program: Callable[[], object]) -> None:
     """Run the program in a process that torchrun or ``r3train train`` has started."""
+    from r3train.observe.console import UntilGone
+
+    # where a stream was closed, the next file would have its number, and what C++ prints
+    while (number := os.open(os.devnull, os.O_RDWR)) < 3:
+        os.set_inheritable(number, True)
+    os.close(number)
+    for name in ("stdout", "stderr"):
+        patch(sys, name, UntilGone(getattr(sys, name)), expects=None, why="no line ends a run")
     find_modules_here()
     # until there is something to close, Ctrl-C ends a rank without a word: who started it says one
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     gc.disable()  # while all is imported: searching torch and megatron-core took a fifth of that
-    program()
+    try:
+        program()
+    finally:
+        ignore_signals()
+
+
+def ignore_signals() -> None:
+    """Let no signal end a process that is done: the interpreter takes handlers away before it has ended."""
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
 
 
 if __name__ == "__main__":  # writers of torch_dist checkpoints import this file again

@@ -44,3 +44,4 @@ def generate_only(config: RunConfig, run_dir: Path, rank_zero: RankZero, stop: S
         }
         rank_zero.metrics.write(rollout_id, metrics)
         display.step_line({**metrics, "step": rollout_id})
+    stop.finished = True

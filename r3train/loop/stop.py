@@ -34,12 +34,13 @@ class StopRequested(Exception):
 
 
 class StopSignal:
-    """Notes a signal to stop; a context manager that restores the handlers.
+    """Notes a signal to stop, from ``begin`` to the end of the process.
 
-    Enter it once there is something to save; earlier, a signal should end the process at once.  So does
+    Begin once there is something to save; earlier, a signal should end the process at once.  So does
     a second SIGINT.  A SIGHUP that was ignored at the start (nohup) stays ignored.
-    ``grace_s`` seconds after the signal the process ends, whatever it is doing, and also after this has
-    closed: with exit code 0 where ``saved`` was set, as for a run that has only to close, else with 1.
+    ``grace_s`` seconds after the signal the process ends, whatever it is doing: with exit code 0 where
+    ``saved`` was set, as for a run that has only to close, else with 1.  Where ``finished`` is set all
+    was done: what comes then is no stop.
     """
 
     def __init__(
@@ -52,31 +53,22 @@ class StopSignal:
         self._grace_s, self._announce = grace_s, announce
         self._received: int | None = None
         self._received_at = 0.0
-        self.saved = False
+        self.saved = self.finished = False
         self._timer: threading.Timer | None = None
-        self._before: dict[int, object] = {}
         # slurm/ranks.sh makes torchrun ignore SIGTERM, and its children inherit that
         if signal.getsignal(signal.SIGTERM) is signal.SIG_IGN:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if "TORCHELASTIC_RUN_ID" in os.environ:  # the parent is torchrun, and no shell
             signal_when_parent_ends(signal.SIGTERM)
-            if parent not in (
-                None,
-                os.getppid(),
-            ):  # it was gone before the kernel was asked to tell
+            # it was gone before the kernel was asked to tell
+            if parent not in (None, os.getppid()):
                 os.kill(os.getpid(), signal.SIGTERM)
 
-    def __enter__(self) -> StopSignal:
+    def begin(self) -> None:
+        """Handle signals from now on: one that comes while all closes ends nothing early."""
         for number in SIGNALS:
-            if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
-                continue
-            self._before[number] = signal.signal(number, self._on_signal)
-        return self
-
-    def __exit__(self, *_exc: object) -> None:
-        # the grace period goes on: closing servers, rewards and threads may hang too
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         now = time.monotonic()
@@ -87,7 +79,7 @@ class StopSignal:
             self._timer.daemon = True
             self._timer.start()
             # torchrun sends SIGTERM where a rank has ended.  In a thread: it may be the middle of a line
-            if self._announce is not None and number != signal.SIGTERM:
+            if self._announce is not None and number != signal.SIGTERM and not self.finished:
                 words = threading.Thread(target=self._announce, args=(self.received,), daemon=True)
                 words.start()
         elif number == signal.SIGINT and now - self._received_at > _PASSED_ON_S:
@@ -96,16 +88,17 @@ class StopSignal:
     def _give_up(self) -> None:
         name = signal.Signals(self._received).name
         logger.error("%s: not done within signal_grace_s %g: leaving", name, self._grace_s)
-        os._exit(0 if self.saved else 1)
+        os._exit(0 if self.saved or self.finished else 1)
 
     @property
     def received(self) -> str | None:
         """The signal's name, or None."""
-        return signal.Signals(self._received).name if self._received is not None else None
+        stops = self._received is not None and not self.finished
+        return signal.Signals(self._received).name if stops else None
 
     def exit_code(self, *, saved: bool) -> int:
         """Exit code of the process: 0, or 128 + the signal's number if its work was lost."""
-        return 0 if saved or self._received is None else 128 + self._received
+        return 0 if saved or self.received is None else 128 + self._received
 
     def agreed(self) -> bool:
         """True on all ranks once any rank was told to stop; a collective."""

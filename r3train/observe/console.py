@@ -8,6 +8,7 @@ control codes.  Ranks other than 0 pass ``enabled=False`` and print nothing.
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import sys
 import threading
@@ -15,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -34,6 +36,8 @@ from rich.text import Text
 
 from r3train.config.sources import printable
 from r3train.observe.step_line import duration, step_text, verdict_style
+
+logger = logging.getLogger(__name__)
 
 # Where nobody watches, a word from a long wait is enough once a minute.
 PLAIN_HEARTBEAT_S = 60.0
@@ -61,7 +65,7 @@ class RunDisplay:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._num_rollout = num_rollout
-        self._console = console or Console(highlight=False, file=_UntilGone(sys.stdout))
+        self._console = console or Console(highlight=False, file=UntilGone(sys.stdout))
         self._console.quiet = not enabled
         self._live = enabled and (_is_watched(self._console) if live is None else live)
         self._clock = clock
@@ -161,13 +165,10 @@ class RunDisplay:
     ) -> None:
         """Print why a run ended early: the error, what caused it, and where the whole story is.
 
-        facts: what explains the error, by name: shown first, for the error is its consequence.
+        facts: what explains the error, by name: shown last, as causes are.
         """
         self._stop_progress()
-        rows = [
-            (name, Text(printable(text), style="bold red")) for name, text in (facts or {}).items()
-        ]
-        self._panel("run failed", [*rows, *_error_rows(error, log_dir)], "red")
+        self._panel("run failed", _error_rows(error, log_dir, facts or {}), "red")
 
     def _line(self, line: Text | str) -> None:
         text = Text(line) if isinstance(line, str) else line
@@ -276,14 +277,18 @@ class _TimeLeft(ProgressColumn):
         return Text(f"{duration(max(0.0, left))} left", style="cyan")
 
 
-class _UntilGone:
-    """A stream that drops what is written once its terminal has closed, or the reader of its pipe.
+class UntilGone:
+    """A stream that drops what it cannot write: its terminal or its reader is gone, its disk is full, or it is None.
 
-    A run is told of that (SIGHUP) and saves; an error from a line of progress must not keep it from that.
+    A run is told of a terminal's end (SIGHUP) and saves; no line of progress must keep it from that, or end it.
+    A character that the stream's encoding lacks is spelled out.
     """
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
+    def __init__(self, stream: TextIO | None) -> None:
+        self._stream = stream or open(os.devnull, "w", encoding="utf-8")
+        self._has_said = False
+        if isinstance(self._stream, TextIOWrapper):
+            self._stream.reconfigure(errors="backslashreplace")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -301,12 +306,20 @@ class _UntilGone:
         try:
             act()
         except OSError as error:
-            if error.errno not in (errno.EIO, errno.EPIPE):
+            is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            if not is_full and error.errno not in (errno.EIO, errno.EPIPE):
                 raise
             # what is in the buffer would be an error again as the interpreter ends (exit code 120)
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self._stream.fileno())
-            os.close(nowhere)
+            number = self._stream.fileno()
+            nowhere, there = os.open(os.devnull, os.O_WRONLY), os.dup(number)
+            os.dup2(nowhere, number)
+            self._stream.flush()
+            if is_full:  # it may have room again
+                os.dup2(there, number)
+            os.close(nowhere), os.close(there)
+            if is_full and logging.root.handlers and not self._has_said:
+                self._has_said = True
+                logger.warning("lines for %s are lost: %s", self._stream.name, error.strerror)
 
 
 def _is_watched(console: Console) -> bool:
@@ -343,17 +356,23 @@ def _summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, Text]]:
     return rows
 
 
-def _error_rows(error: BaseException, log_dir: str | Path | None) -> list[tuple[str, Text]]:
-    rows, shown = [("error", _error_text(error, "bold red"))], str(error)
-    cause = _cause(error)
+def _error_rows(
+    error: BaseException, log_dir: str | Path | None, facts: Mapping[str, str]
+) -> list[tuple[str, Text]]:
+    """Rows of which the last line is the cause: a text's first line is, and its others stand before."""
+    rows = [] if log_dir is None else [("logs", Text(str(log_dir)))]
+    rows.append(("error", _error_text(error, "bold red")))
+    cause, shown = _cause(error), str(error)
     # an exception group in a loop of contexts must not keep the person waiting
-    while cause is not None and len(rows) < 6:
+    while cause is not None and len(rows) < 7:
         if str(cause) not in shown:
             rows.append(("caused by", _error_text(cause, "red")))
         shown, cause = shown + str(cause), _cause(cause)
-    if log_dir is not None:
-        rows.append(("logs", Text(str(log_dir))))
-    return rows
+    rows += [(name, Text(printable(text), style="bold red")) for name, text in facts.items()]
+    name, text = rows.pop()
+    first, *others = text.split("\n")
+    details = [("details", Text("\n").join(others))] if others else []
+    return [*rows, *details, (name, first)]
 
 
 def _cause(error: BaseException) -> BaseException | None:

@@ -26,6 +26,9 @@ _FILE_FORMAT = "%(asctime)s rank %(rank)d %(levelname)s %(name)s: %(message)s"
 _COLOURS = {logging.WARNING: "yellow"}  # as of other warnings on the terminal
 _TEXT = {"encoding": "utf-8", "errors": "backslashreplace"}
 
+# messages of which whoever reaches a port can cause any number
+_OF_STRANGERS = ("Error handling request", "socket.accept()", "the chat endpoint refuses")
+
 logger = logging.getLogger(__name__)
 
 
@@ -84,6 +87,8 @@ class LoggingSetup:
         )
         in_file.setFormatter(logging.Formatter(_FILE_FORMAT, defaults={"rank": rank}))
         self._handlers = [in_file, _TerminalHandler()] if rank == 0 else [in_file]
+        for handler in self._handlers:
+            handler.addFilter(_seldom())
         root.handlers = list(self._handlers)
         root.setLevel(level)
         logging.captureWarnings(True)
@@ -177,7 +182,8 @@ class _TerminalHandler(logging.StreamHandler):
         return sys.stderr
 
     def filter(self, record: logging.LogRecord) -> bool:
-        return record.levelno >= (logging.WARNING if _is_ours(record) else logging.ERROR)
+        least = logging.WARNING if _is_ours(record) else logging.ERROR
+        return record.levelno >= least and super().filter(record)
 
     def format(self, record: logging.LogRecord) -> str:
         whose = "" if _is_ours(record) else f" of {record.name}"
@@ -189,6 +195,21 @@ class _TerminalHandler(logging.StreamHandler):
 
 def _is_ours(record: logging.LogRecord) -> bool:
     return record.name.split(".")[0] == OUR_LOGGER
+
+
+def _seldom() -> Callable[[logging.LogRecord], bool]:
+    """Make a filter that lets through, once a minute for each error, what any stranger's connection can cause."""
+    shown: dict[object, float] = {}
+
+    def passes(record: logging.LogRecord) -> bool:
+        if not str(record.msg).startswith(_OF_STRANGERS):
+            return True
+        kind = record.name, record.exc_info and record.exc_info[0]
+        if is_due := record.created > shown.get(kind, 0.0) + 60:
+            shown[kind] = record.created
+        return is_due
+
+    return passes
 
 
 class _Redirected:

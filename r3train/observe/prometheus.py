@@ -35,10 +35,11 @@ _FAULTS, _EVAL = "faults/", "eval/"
 class PrometheusSink:
     """A server of the last step's numbers, and of each set's last evaluation.
 
-    port: 0 takes a free one.  Raises ValueError where it cannot be listened on.
+    port: 0 takes a free one.  silent_s: a connection, which holds a thread, ends where nothing comes for so long.  Raises
+    ValueError where it cannot be listened on.
     """
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, silent_s: float = 10.0) -> None:
         self._step: dict[str, float] = {}
         self._evaluations: dict[str, float] = {}
         self._sums = dict.fromkeys(_SUMMED, 0.0)
@@ -48,6 +49,9 @@ class PrometheusSink:
             self._server, self._thread = start_http_server(port, _HOST, registry)
         except OSError as error:
             raise ValueError(f"--metrics-port {port}: {_HOST}: {error.strerror}") from None
+        handler = self._server.RequestHandlerClass
+        self._server.RequestHandlerClass = type("Request", (handler,), {"timeout": silent_s})
+        self._server.handle_error = lambda *_: None  # a client that left, or says nothing
         self.url = f"http://{_HOST}:{self._server.server_port}/metrics"
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:

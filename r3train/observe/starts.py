@@ -108,7 +108,7 @@ def _commit(directory: Path) -> str:
             ["git", "-C", str(directory), *describe],
             env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
             capture_output=True,
-            text=True,
+            encoding="utf-8",
             timeout=_GIT_S,
         )
     except (OSError, subprocess.TimeoutExpired):

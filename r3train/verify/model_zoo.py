@@ -129,7 +129,8 @@ def hf_config(v: ModelVariant) -> dict[str, Any]:
 def write_checkpoint(v: ModelVariant, directory: Path, seed: int = 0) -> Path:
     """Write config.json and model.safetensors (float32, per-expert names); returns ``directory``."""
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(hf_config(v), indent=2) + "\n")
+    text = json.dumps(hf_config(v), indent=2) + "\n"
+    (directory / "config.json").write_text(text, encoding="utf-8")
     generator = torch.Generator().manual_seed(seed)
     weights = {}
     for name, shape in tensor_shapes(read_hf_facts(directory)).items():

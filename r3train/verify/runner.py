@@ -68,8 +68,10 @@ def run(cases: Sequence[Case], scratch: Path, report: Callable[[str], None]) -> 
             if done < len(waiting):
                 # the launch ended inside this case: that is its verdict, the rest runs again
                 victim = waiting[done]
-                log = (scratch / f"launch{world_size}.log").read_text(errors="replace")
-                (Path(victim.output) / "launch.log").write_text(log)
+                log = (scratch / f"launch{world_size}.log").read_text(
+                    encoding="utf-8", errors="replace"
+                )
+                (Path(victim.output) / "launch.log").write_text(log, encoding="utf-8")
                 last = [line for line in log.splitlines() if "Error" in line][-1:] or ["no output"]
                 statuses[victim.case_id] = Status(f"the launch ended: {last[0]}", 0.0)
                 done += 1
@@ -80,7 +82,7 @@ def run(cases: Sequence[Case], scratch: Path, report: Callable[[str], None]) -> 
 
 def _read_status(case: Case) -> Status | None:
     file = Path(case.output) / "status.json"
-    return Status(**json.loads(file.read_text())) if file.is_file() else None
+    return Status(**json.loads(file.read_bytes())) if file.is_file() else None
 
 
 def _launch(world_size: int, cases: Sequence[Case], scratch: Path) -> None:
@@ -88,7 +90,7 @@ def _launch(world_size: int, cases: Sequence[Case], scratch: Path) -> None:
     for case in cases:
         Path(case.output).mkdir(parents=True, exist_ok=True)
     plan = scratch / f"cases{world_size}.json"
-    plan.write_text(json.dumps([asdict(c) for c in cases]))
+    plan.write_bytes(json.dumps([asdict(c) for c in cases]).encode())
     program = ["-m", "r3train.verify.topology_worker", str(plan)]
     with torchrun(world_size, program, scratch / f"launch{world_size}.log") as process:
         _wait(process, cases)
@@ -104,7 +106,7 @@ def torchrun(
     command += ["--nproc-per-node", str(world_size), *program]
     # Transformer Engine multiplies float32 in TF32, of ten bits, where cuBLAS is not told otherwise
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "NVIDIA_TF32_OVERRIDE": "0"}
-    with log.open("a") as out:
+    with log.open("a", encoding="utf-8") as out:
         process = subprocess.Popen(
             command, stdout=out, stderr=out, env=environment, start_new_session=True
         )

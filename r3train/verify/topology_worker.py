@@ -90,7 +90,7 @@ class CaseRun:
                 leave_model_parallel()
                 self._train(SGD, "sgd")
         if dist.get_rank() == 0:
-            (self.output / "adam.json").write_text(json.dumps(metrics))
+            (self.output / "adam.json").write_bytes(json.dumps(metrics).encode())
 
     def _job(self, trainer: TrainerSection) -> Job:
         """The training job whose parts the case runs; it has no prompts and no servers."""
@@ -284,7 +284,7 @@ def run_cases(cases: Sequence[Case]) -> None:
         errors = gather_json(error)
         if dist.get_rank() == 0:
             status = dict(error=next(filter(None, errors), ""), seconds=time.monotonic() - started)
-            (Path(case.output) / "status.json").write_text(json.dumps(status))
+            (Path(case.output) / "status.json").write_bytes(json.dumps(status).encode())
         leave_model_parallel()
         gc.freeze()  # what is left are imports: searching them took a fifth of a case
     shutdown()
@@ -317,4 +317,4 @@ def leave_model_parallel() -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    run_cases([Case(**fields) for fields in json.loads(Path(sys.argv[1]).read_text())])
+    run_cases([Case(**fields) for fields in json.loads(Path(sys.argv[1]).read_bytes())])

@@ -218,7 +218,7 @@ def _add_record(
 
 
 def _read_step(out: Outcome, directory: Path) -> None:
-    metrics = json.loads((directory / "adam.json").read_text())
+    metrics = json.loads((directory / "adam.json").read_text(encoding="utf-8"))
     out.num_tokens = metrics[0]["num_loss_tokens"]
     out.terms = {name: metrics[0][name] * out.num_tokens for name in TERMS}
     out.grad_norm = metrics[0]["grad_norm"]

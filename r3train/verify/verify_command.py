@@ -69,5 +69,5 @@ def verify_command(
     if json_file:
         for suffix, v in zip(("", "-bf16"), results):
             file = json_file.with_name(json_file.stem + suffix + json_file.suffix)
-            file.write_text(verify_report.to_json(v))
+            file.write_text(verify_report.to_json(v), encoding="utf-8")
     sys.exit(0 if all(v.ok for v in results) else 1)

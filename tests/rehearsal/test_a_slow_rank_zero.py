@@ -59,16 +59,16 @@ def told_and_frozen(scratch: str) -> None:
     rank, found, stopped_by = dist.get_rank(), "", ""
     _set_pg_timeout(timedelta(seconds=TIMEOUT_S), host_group.host_group())
     host_group._beat_s = TIMEOUT_S / 4
-    with StopSignal(60):
-        with host_group.rank_zero_alone():
-            if rank == 1:
-                os.kill(os.getpid(), signal.SIGUSR1)
-            if rank == 0:
-                time.sleep(2 * TIMEOUT_S)  # of a rollout
-                try:
-                    WatchedSource(NeverReady(), StopSignal(1), None).next_batch(0)
-                except StopRequested as stop:
-                    stopped_by = str(stop)
+    StopSignal(60).begin()
+    with host_group.rank_zero_alone():
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        if rank == 0:
+            time.sleep(2 * TIMEOUT_S)  # of a rollout
+            try:
+                WatchedSource(NeverReady(), StopSignal(1), None).next_batch(0)
+            except StopRequested as stop:
+                stopped_by = str(stop)
     host_group._stop_here = host_group._stop_anywhere = False
     host_group.host_barrier()
     began = time.monotonic()

@@ -66,6 +66,15 @@ def test_the_torchrun_of_another_project_shows_its_traceback(name, tmp_path):
     assert done.returncode == 1 and "ChildFailedError" in done.stderr, done
 
 
+def test_the_torchrun_of_our_program_adds_nothing_to_what_its_rank_has_said(tmp_path):
+    code = "import sys, torch.distributed.run as run\nrun.main(sys.argv[1:])"
+    program = [ROOT / "train_async.py", "--config", tmp_path / "none.toml"]
+    done = python(code, "--master-port", free_port("127.0.0.1"), *program, TMPDIR=str(tmp_path))
+    assert (
+        done.returncode == 1 and str(tmp_path / "none.toml") in done.stderr.splitlines()[-1]
+    ), done
+
+
 def test_our_program_is_known_by_whatever_path(tmp_path, monkeypatch):
     link = tmp_path / "link"
     link.symlink_to(ROOT)

@@ -263,7 +263,8 @@ class Checkpointer:
         pointer = self._directory / LATEST
         if not pointer.is_file():
             return "there is no earlier checkpoint"
-        return f"the checkpoint after {pointer.read_text().strip()} rollouts is intact"
+        rollouts = pointer.read_text(encoding="utf-8").strip()
+        return f"the checkpoint after {rollouts} rollouts is intact"
 
 
 def _cause(error: BaseException) -> str:
@@ -318,14 +319,14 @@ def _sum_local(directory: Path, rank: int) -> None:
     """Write the checksums of the files that this rank has written."""
     names = [p.name for p in directory.glob(f"__{rank}_*.distcp")]
     names += [p.name for p in [rng.path_of(directory, rank)] if p.exists()]
-    _part_file(directory, rank).write_text(json.dumps(checksums(directory, names)))
+    _part_file(directory, rank).write_bytes(json.dumps(checksums(directory, names)).encode())
 
 
 def _write_checksums(directory: Path) -> None:
     """Write the checksums of a whole checkpoint, those of each rank's files as it has made them."""
     files: dict[str, dict[str, int]] = {}
     for part in directory.glob(_part_file(directory, 0).name.replace("00000", "*")):
-        files |= json.loads(part.read_text())
+        files |= json.loads(part.read_bytes())
         part.unlink()
     names = {path.name for path in directory.iterdir() if path.is_file()}
     # samples are replaced later, and their file has a checksum of its own

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import gzip
+import resource
 
 import aiohttp
 import openai
@@ -399,3 +400,55 @@ async def test_a_body_is_not_kept_beyond_its_answer():
             for _ in range(5):
                 await _ask(client)
             assert kept() - before <= 1, "the last one of the connection"
+
+
+def _address(access) -> tuple[str, int]:
+    name, _, port = access.base_url.removeprefix("http://").removesuffix("/v1").partition(":")
+    return name, int(port)
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/chat/completions HTTP/1.1\r\nHost: a"])
+async def test_a_connection_without_a_whole_request_is_closed(sent):
+    async with opened(Script(), idle_s=0.2) as (_, access):
+        reader, writer = await asyncio.open_connection(*_address(access))
+        writer.write(sent)
+        assert await reader.read() == b""
+        writer.close()
+
+
+async def test_a_connection_that_waits_for_its_answer_stays():
+    script = Script()
+    async with opened(script, idle_s=0.1) as (_, access):
+        script.may_answer.clear()
+        asked = asyncio.create_task(_post(access))
+        await asyncio.sleep(0.5)
+        script.may_answer.set()
+        assert (await asked)[0] == 200
+
+
+async def test_connections_above_a_quarter_of_the_open_files_are_refused_and_sessions_go_on():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    bound = 30
+    resource.setrlimit(resource.RLIMIT_NOFILE, (4 * bound, hard))
+    try:
+        script, strangers = Script(), []
+        async with opened(script) as (_, access):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            async with aiohttp.ClientSession(headers={"x-api-key": access.key}) as session:
+                url = f"{access.base_url}/chat/completions"
+                body = {"model": "m", "messages": _ASK}
+                async with session.post(url, json=body) as response:
+                    assert response.status == 200
+                for _ in range(2 * bound):
+                    strangers.append(await asyncio.open_connection(*_address(access)))
+                ends = [asyncio.create_task(reader.read()) for reader, _ in strangers]
+                done, stay = await asyncio.wait(ends, timeout=1.0)
+                assert len(stay) == bound - 1
+                async with session.post(url, json=body) as response:
+                    assert response.status == 200
+            for task, (_, writer) in zip(ends, strangers):
+                task.cancel()
+                writer.close()
+            await asyncio.gather(*ends, return_exceptions=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

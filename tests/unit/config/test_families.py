@@ -73,6 +73,31 @@ def test_an_indexer_that_was_not_verified_is_refused(family, keys, message, mode
     assert message in refused(model)
 
 
+@pytest.mark.parametrize(
+    "family, keys, is_taken",
+    [
+        ("qwen3_moe", {"norm_topk_prob": False}, True),
+        ("olmoe", {}, True),
+        ("deepseek_v2", {}, True),
+        ("qwen3_moe", {"norm_topk_prob": True}, False),
+        ("mixtral", {}, False),
+        ("gpt_oss", {}, False),
+        ("glm4_moe", {}, False),
+        ("minimax_m2", {}, False),
+        ("hy_v3", {}, False),
+    ],
+)
+def test_a_token_has_one_expert_only_where_its_gate_is_a_share_of_all_experts(
+    family, keys, is_taken, model_of_family
+):
+    """Elsewhere transformers' gate is 1, and Megatron's is not, or it refuses to start."""
+    model = model_of_family(family)
+    change(model, num_experts_per_tok=1, **keys)
+    result = start(model, "--dry-run")
+    assert result.exit_code == (0 if is_taken else 2), result.output
+    assert ("num_experts_per_tok" in result.output) is not is_taken
+
+
 def test_a_model_of_text_and_images_is_refused_by_name_and_not_by_a_missing_key(model_dir):
     file = model_dir / "model" / "config.json"
     text = json.loads(file.read_text())

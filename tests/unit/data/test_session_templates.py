@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 from tests.unit.data.test_replies import GLM, GPT_OSS, tokenizer
 
@@ -93,3 +96,26 @@ def test_a_template_without_tool_messages_refuses_requests_with_tools_alone():
     for messages, tools in (([USER], TOOLS), ([USER, SAYS, TOOL], ())):
         with pytest.raises(ValueError, match="does not write messages of role tool"):
             way.whole(messages, tools)
+
+
+def test_no_message_holds_the_stand_in_of_another_process():
+    """A program of the machine's prints the words that stand in for an answer there; this one takes any others."""
+    code = """
+from r3train.config.data_settings import DataSection
+from r3train.data.templates import ChatTemplate
+
+class Prints:
+    def apply_chat_template(self, messages, **_):
+        print(messages[1]["content"])
+        return messages[1]["content"]
+    def encode(self, text, **_):
+        return []
+
+ChatTemplate(Prints(), DataSection(prompt_data="p.jsonl")).reply([], 0)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, encoding="utf-8")
+    words = done.stdout.splitlines()[0]
+    way, message = template_of(CHATML), {"role": "user", "content": f"{words}?"}
+    [last] = tokenizer(CHATML).encode("<|end|>")
+    tokens, _ = way.behind(TEXT, [message], (), last)
+    assert words in tokenizer(CHATML).decode(tokens)

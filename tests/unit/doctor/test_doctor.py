@@ -7,7 +7,9 @@ import json
 import shutil
 import socket
 import sys
+import tempfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +21,8 @@ from click.testing import CliRunner
 from r3train.cli import main
 from r3train.doctor import doctor_command, machine
 from r3train.doctor.finding import FACT, OK, PROBLEM, WARNING, Finding, room
+from r3train.launch.preflight import preflight, PreflightError
+from tests.unit.config.test_config import config
 from tests.unit.doctor_setups import ROOT, config_of, diagnose, worries
 from tests.unit.fake_engine_server import Fake
 
@@ -231,6 +235,32 @@ def test_open_files_that_the_hard_limit_does_not_allow_are_a_problem(monkeypatch
     monkeypatch.setattr("r3train.launch.limits.resource.getrlimit", lambda _: (256, 1024))
     levels = [[f.level for f in machine.check_open_files(number)] for number in (500, 900)]
     assert levels == [[OK], [PROBLEM]]
+
+
+def start_faults() -> list[tuple[str, str]]:
+    """The faults that end a start of settings without files before anything has started."""
+    with pytest.raises(PreflightError) as error:
+        preflight(config(), 1, for_all_ranks=True)
+    return error.value.faults
+
+
+@pytest.mark.parametrize("length, fits", [(82, True), (83, False)])
+def test_a_directory_is_too_long_for_sockets_where_the_kernel_refuses_theirs(
+    length, fits, monkeypatch
+):
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:
+        directory = Path(short) / ("x" * (length - len(short) - 1))
+        directory.mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", str(directory))
+        assert [f.level for f in machine.check_sockets()] == [OK if fits else PROBLEM]
+        found = [line for _, line in start_faults() if str(directory) in line]
+        assert [("TMPDIR" in line, "82" in line) for line in found] == [(True, True)] * (not fits)
+        # as the server's guard and SGLang name them
+        name = tempfile.NamedTemporaryFile(dir=tempfile.mkdtemp(prefix="r3t-"), delete=False).name
+        Path(name).unlink()
+        with socket.socket(socket.AF_UNIX) as server:
+            with nullcontext() if fits else pytest.raises(OSError):
+                server.bind(name)
 
 
 def test_threads_that_fight_over_cores_are_found(monkeypatch):

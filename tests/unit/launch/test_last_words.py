@@ -47,8 +47,8 @@ def test_rank_0_shows_the_error_of_the_rank_whose_end_it_noticed(ranks):
     ranks.zero.say(RuntimeError("Connection closed by peer"))
     lines = ranks.screen().splitlines()
     assert lines[0] == "--- run failed ---"
-    assert lines[1] == "rank 1: OSError: cannot write the tensors"
-    assert lines[2] == "error: RuntimeError: Connection closed by peer"
+    assert lines[-2] == "error: RuntimeError: Connection closed by peer"
+    assert lines[-1] == "rank 1: OSError: cannot write the tensors"
 
 
 def test_an_error_of_rank_0s_own_is_explained_by_nobody_else(ranks):
@@ -83,6 +83,26 @@ def test_another_rank_shows_its_own_error_where_rank_0_shows_none(ranks, monkeyp
     ranks.one.say(error)
     ranks.one.stay()
     assert ranks.one.log.shown == [error]
+
+
+def test_the_first_line_of_the_cause_is_the_last_line(ranks):
+    ranks.zero.say(OSError("the server ended with exit code 9; last lines of LOG:\nthey\nwere"))
+    lines = ranks.screen().splitlines()
+    assert lines[-1] == "error: OSError: the server ended with exit code 9; last lines of LOG:"
+    assert lines[-3:-1] == ["details: they", "were"]
+
+
+def test_a_store_whose_launcher_has_gone_is_not_asked(ranks, monkeypatch):
+    """torch prints its frames for that, below what the rank has said."""
+    asked = []
+    for words in (ranks.zero, ranks.one):
+        words.store = SimpleNamespace(check=asked.append, set=asked.append, get=asked.append)
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    ranks.one.say(OSError("x"))
+    ranks.one.stay()
+    ranks.zero.say(RuntimeError("y"))
+    ranks.zero.shown()
+    assert asked == [] and "RuntimeError: y" in ranks.screen()
 
 
 def test_the_launcher_is_told_in_the_file_that_torchrun_reads(ranks, tmp_path, monkeypatch):

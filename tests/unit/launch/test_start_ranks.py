@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 
 import pytest
 from tests.unit.config.test_config import config
@@ -137,6 +138,10 @@ if how[0] == "waits":
     signal.signal(signal.SIGTERM, stopped)
     os.write(1, b"waits\\n")  # in one piece: both ranks write to one pipe
     time.sleep(60)
+if how[0] == "stopped":  # and killed while it saves
+    signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+if how[0] in ("stopped", "begins"):
+    os.write(1, b"waits\\n")
 if how[0] == "ends":
     sys.exit(0)
 time.sleep(60)
@@ -169,6 +174,14 @@ def test_the_launcher_adds_a_line_only_where_no_rank_has_spoken(flags, code, lin
     assert re.fullmatch(line, output.err), output.err
 
 
+def test_the_launcher_leaves_no_file(program, tmp_path, monkeypatch):
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    for flags in (["ends"], ["speaks"]):
+        start_ranks(flags, 2, 1, 0, *_meeting(1, 0, None))
+    assert not os.listdir(tmp_path / "temporary")
+
+
 def test_a_port_that_is_taken_is_one_line(program, capfd):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -180,9 +193,17 @@ def test_a_port_that_is_taken_is_one_line(program, capfd):
     assert lines[-1].startswith(said) and "EADDRINUSE" in lines[-1] and len(lines) == 1, lines
 
 
-@pytest.mark.parametrize("saved, code", [("0", 0), ("143", 143)])
-def test_a_signal_reaches_the_ranks_whose_exit_code_is_the_commands(saved, code, program, tmp_path):
-    call = f"start_ranks(['waits', '{saved}'], 2, 1, 0, '127.0.0.1', free_port('127.0.0.1'))"
+@pytest.mark.parametrize(
+    "flags, code, said",
+    [
+        (["waits", "0"], 0, ""),
+        (["waits", "143"], 143, ""),
+        (["begins"], 143, "stopped by SIGTERM before the first step\n"),
+        (["stopped"], 1, r"rank \d \(process \d+\) was ended by SIGKILL\n"),
+    ],
+)
+def test_a_signal_reaches_the_ranks_whose_exit_code_is_the_commands(flags, code, said, program):
+    call = f"start_ranks({flags}, 2, 1, 0, '127.0.0.1', free_port('127.0.0.1'))"
     code_of = f"""
 import sys
 from r3train.engine.server import free_port
@@ -200,7 +221,55 @@ sys.exit(starts.{call})
         out, err = process.communicate(timeout=120)
     finally:
         process.kill()
-    assert (process.returncode, out, err) == (code, "", "")
+    assert (process.returncode, out) == (code, "") and re.fullmatch(said, err), err
+
+
+def test_a_signal_after_the_ranks_have_ended_is_no_stop(program):
+    """The launcher is held where its ranks have ended, as it is while it closes its store."""
+    code_of = """
+import os, signal, sys
+from torch.distributed.launcher import api
+from r3train.engine.server import free_port
+from r3train.launch import start_ranks as starts
+
+class Launch(api.elastic_launch):
+    def __call__(self, *command):
+        found = super().__call__(*command)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return found
+
+api.elastic_launch, starts._PROGRAM = Launch, "small_rank"
+sys.exit(starts.start_ranks(["ends"], 2, 1, 0, "127.0.0.1", free_port("127.0.0.1")))
+"""
+    done = subprocess.run([sys.executable, "-c", code_of], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_signal_while_a_ranks_interpreter_ends_does_not_count():
+    code = """
+import os
+from r3train.launch.train import as_rank
+
+class Late:
+    def __del__(self, kill=os.kill, pid=os.getpid()):
+        kill(pid, 15)
+
+late = Late()
+as_rank(lambda: None)
+"""
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+
+
+def test_a_signal_before_there_are_ranks_ends_the_command():
+    code_of = """
+import os, signal, sys
+from torch.distributed.launcher import api
+from r3train.launch import start_ranks as starts
+api.elastic_launch = lambda *_: lambda *_: os.kill(os.getpid(), signal.SIGTERM)
+starts.start_ranks(["ends"], 2, 1, 0, "127.0.0.1", 1)
+"""
+    done = subprocess.run([sys.executable, "-c", code_of], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (143, "stopped by SIGTERM before the first step\n")
 
 
 def test_the_package_offers_train_and_its_types_and_imports_nothing_before():

@@ -6,6 +6,8 @@ import os
 import re
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from queue import Empty
 from types import SimpleNamespace
@@ -30,7 +32,7 @@ from r3train.loop.fleet import RankZero
 from r3train.loop.replay_source import Conversations
 from r3train.loop.rollout_file import read_samples
 from r3train.loop.route_transport import RoutesOnRank0
-from r3train.loop.stop import StopRequested, StopSignal
+from r3train.loop.stop import SIGNALS, StopRequested, StopSignal
 from r3train.observe.console import RunDisplay
 from r3train.observe.metrics import MetricsWriter
 from r3train.trainer.megatron.write_results import WriteResults
@@ -38,6 +40,18 @@ from r3train.types import RankTopology
 from tests.unit.config.test_config import config
 from tests.unit.loop.test_rollout_file import groups
 from tests.unit.simulated_engine import SimulatedEngine, prompt_for
+
+
+@contextmanager
+def begun(stop: StopSignal) -> Iterator[StopSignal]:
+    """Handle signals as a run does, and put pytest's handlers back."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    stop.begin()
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT])
@@ -54,7 +68,7 @@ def test_a_signal_is_noted_and_ends_the_wait_for_a_rollout(number, request):
         def stats(self):
             return "its own"
 
-    with StopSignal(grace_s=60) as stop:
+    with begun(StopSignal(grace_s=60)) as stop:
         source = WatchedSource(Waiting(), stop, None)
         assert source.stats() == "its own"
         assert stop.received is None and stop.exit_code(saved=False) == 0
@@ -65,10 +79,19 @@ def test_a_signal_is_noted_and_ends_the_wait_for_a_rollout(number, request):
     stop._timer.cancel()  # pytest goes on
 
 
+def test_a_signal_after_the_last_step_is_no_stop():
+    with begun(StopSignal(grace_s=60)) as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.received == "SIGTERM"  # and then the last step ends
+        stop.finished = True
+        assert stop.received is None and stop.exit_code(saved=False) == 0
+    stop._timer.cancel()  # pytest goes on
+
+
 def test_a_hangup_that_was_ignored_at_the_start_stays_ignored():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
     try:
-        with StopSignal(grace_s=60) as stop:
+        with begun(StopSignal(grace_s=60)) as stop:
             os.kill(os.getpid(), signal.SIGHUP)
             assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
         assert stop.received is None
@@ -80,7 +103,7 @@ def test_a_hangup_that_was_ignored_at_the_start_stays_ignored():
 def test_after_the_grace_period_the_process_ends_whatever_it_does():
     child = os.fork()
     if child == 0:
-        with StopSignal(grace_s=0.2):
+        with begun(StopSignal(grace_s=0.2)):
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(20)
         os._exit(0)
@@ -90,7 +113,7 @@ def test_after_the_grace_period_the_process_ends_whatever_it_does():
 def test_a_signal_to_a_forked_writer_ends_the_writer_alone():
     child = os.fork()
     if child == 0:
-        with StopSignal(grace_s=0.2):
+        with begun(StopSignal(grace_s=0.2)):
             writer = os.fork()
             if writer == 0:
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -105,7 +128,7 @@ def test_a_second_ctrl_c_ends_the_process_at_once_and_one_that_torchrun_passes_o
     forked = time.monotonic()
     child = os.fork()
     if child == 0:
-        with StopSignal(grace_s=60):
+        with begun(StopSignal(grace_s=60)):
             began = time.monotonic()
             os.kill(os.getpid(), signal.SIGINT)
             os.kill(os.getpid(), signal.SIGINT)
@@ -122,7 +145,7 @@ def test_what_closes_after_the_loop_has_the_grace_period_too(saved):
     """A run that has saved is not lost by what hangs after: a batch job goes back into the queue at 0."""
     child = os.fork()
     if child == 0:
-        with StopSignal(grace_s=0.5) as stop:
+        with begun(StopSignal(grace_s=0.5)) as stop:
             os.kill(os.getpid(), signal.SIGTERM)
         stop.saved = saved
         time.sleep(20)

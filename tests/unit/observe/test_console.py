@@ -284,9 +284,9 @@ def test_an_error_is_shown_with_its_causes_and_the_place_of_the_logs():
         display.error(error, "runs/x/logs")
     assert out.getvalue().splitlines() == [
         "--- run failed ---",
+        "logs: runs/x/logs",
         "error: RuntimeError: the SGLang server is gone",
         "caused by: OSError: connection reset",
-        "logs: runs/x/logs",
     ]
 
 
@@ -306,7 +306,7 @@ def test_what_a_model_or_a_server_wrote_gives_no_commands_to_the_terminal():
         assert not commands_in(str(phase.__rich__()))
     shown = out.getvalue()
     assert not commands_in(shown) and "left" in shown and "\\x1b[2J" in shown
-    assert "\nsecond line\n" in shown  # lines stay lines
+    assert "second line\n" in shown  # lines stay lines
 
 
 def test_an_error_that_hides_its_context_keeps_it_hidden():

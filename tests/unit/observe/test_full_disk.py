@@ -104,6 +104,75 @@ def test_a_log_that_is_full_is_said_once_and_the_error_of_the_run_is_the_last_li
     assert "a first line" in path.read_text()
 
 
+PROGRAM = """
+import sys
+from r3train.launch.train import as_rank
+
+def program():
+    from r3train.observe.console import RunDisplay
+    from r3train.observe.logging_setup import setup_logging
+    run_dir, rank = sys.argv[1], int(sys.argv[2])
+    with RunDisplay(1, rank == 0, live=False) as display:
+        display.note("before there is a log")
+        setup = setup_logging(run_dir, rank)
+        for number in range(3):
+            display.note(f"a token of the display: \u0120{number}")
+            print("a token of the user's: \u0120")
+            print("a word of the user's", file=sys.stderr)
+        setup.close()
+    print("it went on", file=open(run_dir + "/end", "w"))
+
+as_rank(program)
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    "streams, lost",
+    [
+        ("> /dev/full", 1),
+        ("> /dev/full 2>&1", 2),
+        (">&-", 0),
+        ("2>&-", 0),
+        (">&- 2>&-", 0),
+    ],
+)
+def test_a_run_goes_on_whose_output_cannot_be_written(streams, lost, rank, tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM, encoding="utf-8")
+    command = f"{sys.executable} {program} {tmp_path} {rank} {streams}"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done
+    assert (tmp_path / "end").read_text() == "it went on\n" and "Traceback" not in done.stderr
+    # of another rank than 0 all goes to its log
+    assert log_path(tmp_path, rank).read_text().count("No space left") == (lost if rank == 0 else 0)
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_a_character_that_the_terminal_lacks_is_spelled_out(encoding, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(tmp_path), "0"],
+        env={**os.environ, "PYTHONIOENCODING": encoding},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done
+    assert "a token of the display: \\u01202" in done.stdout
+    assert "a token of the user's: \\u0120" in done.stdout
+
+
+def test_every_command_spells_out_the_characters_that_the_terminal_lacks():
+    done = subprocess.run(
+        [sys.executable, "-c", "from r3train.cli import main; main()", "docs", "first_run"],
+        env={**os.environ, "PYTHONIOENCODING": "latin-1"},
+        capture_output=True,
+        encoding="latin-1",
+        timeout=120,
+    )
+    assert done.returncode == 0 and "\\u256d\\u2500 run finished" in done.stdout, done
+
+
 def test_a_log_that_is_full_leaves_nothing_to_fail_at_the_end_of_the_process(tmp_path):
     done = in_a_process(
         tmp_path,

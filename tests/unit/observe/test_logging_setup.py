@@ -198,3 +198,42 @@ def test_a_log_in_parts_loses_no_line_and_no_print_and_parts_no_call(tmp_path):
         assert [int(n) for n in re.findall(words + r"(\d+)", "".join(texts))] == list(range(60))
     for text in texts:
         assert text.count("R3 wrapper") == text.count("R3 check")
+
+
+def test_strangers_at_a_port_do_not_fill_the_log(tmp_path):
+    done, log = in_a_process(
+        tmp_path,
+        """
+        import asyncio, resource
+        from r3train.agents.http import ChatEndpoint
+        async def main():
+            endpoint = ChatEndpoint()
+            access = await endpoint.open(None)
+            address = access.base_url.removeprefix("http://").removesuffix("/v1").split(":")
+            for _ in range(100):
+                reader, writer = await asyncio.open_connection(*address)
+                writer.write(b"GET / HTTP/9\\r\\n\\r\\n")
+                assert (await reader.read()).startswith(b"HTTP/1.0 400")
+                writer.close()
+            most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+            resource.setrlimit(resource.RLIMIT_NOFILE, (60, most))
+            files = []
+            while True:  # none is left to accept with
+                try:
+                    files.append(await asyncio.open_connection(*address))
+                except OSError:
+                    break
+            await asyncio.sleep(2.5)
+        asyncio.run(main())
+        """,
+        0,
+    )
+    assert done.returncode == 0, done
+    kinds = [log.count(words) for words in ("Error handling request", "socket.accept()")]
+    assert kinds == [1, 1] and len(done.stderr.splitlines()) < 50, log
+
+
+def test_another_error_of_the_same_logger_is_shown_each_time(rank0):
+    for number in range(3):
+        logging.getLogger("aiohttp.server").error("Unhandled exception %d", number)
+    assert rank0.path.read_text().count("Unhandled exception") == 3

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import socket
+import threading
+import time
 import urllib.error
 import urllib.request
 
@@ -75,6 +77,23 @@ def test_it_listens_on_the_loopback_interface_alone():
         sink.close(False)
     with socket.create_server(("127.0.0.1", port)):
         pass  # free again
+
+
+def test_a_connection_on_which_nothing_comes_is_closed_without_a_word(capfd):
+    sink = PrometheusSink(0, silent_s=0.2)
+    port, threads = int(sink.url.split(":")[2].split("/")[0]), threading.active_count()
+    silent = [socket.create_connection(("127.0.0.1", port), timeout=30) for _ in range(20)]
+    try:
+        silent[0].sendall(b"GET /metr")
+        assert [one.recv(1) for one in silent] == [b""] * 20
+        while threading.active_count() > threads:
+            time.sleep(0.01)
+        assert scraped(sink.url)["r3train:steps_total"] == 0
+    finally:
+        for one in silent:
+            one.close()
+        sink.close(False)
+    assert capfd.readouterr() == ("", "")
 
 
 def test_every_metric_has_a_name_of_its_own():
