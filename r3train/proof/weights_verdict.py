@@ -28,7 +28,7 @@ _NAMED = 8
 
 @dataclass(frozen=True, slots=True)
 class WeightsRecord:
-    """What one server held after one update; a line of ``evidence/weights.jsonl``.
+    """Weights of one server after one update; a line of ``evidence/weights.jsonl``.
 
     step: the weight version, which is the rollout that these weights train.  sent: the sum of the words that were sent, ""
     of what servers were started with; tensors_sent: their number.  layout: of a server, alike on servers that hold the same
@@ -76,7 +76,7 @@ def _hash(lines: Sequence[str]) -> str:
 
 @dataclass(eq=False)
 class WeightsHistory:
-    """What every server of a start held after its updates."""
+    """Weights that every server of a start held after its updates."""
 
     # by server: {hash: (weight version, (sum, tensors) that were sent)}
     _held: dict[int, dict[str, tuple[int, tuple[str, int]]]] = field(default_factory=dict)
