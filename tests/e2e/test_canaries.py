@@ -329,7 +329,7 @@ def test_BOUND_names_experts_of_one_layer_that_were_never_updated_again(glm):
 
 
 def told(glm, lr: float, **how) -> str:
-    """What WEIGHTS says of a fault, at its update."""
+    """Line of WEIGHTS on a fault, at its update."""
     servers = how.setdefault("servers", 2)
     glm.update(lr, servers, checksums=True)
     with pytest.raises(NotServed) as error:

@@ -116,6 +116,18 @@ def test_a_failure_that_a_later_start_trained_again_names_the_start_and_can_be_a
     assert audit.verdict == "passed" and any("EARLY" in note for note in audit.notes)
 
 
+def test_a_failure_of_the_start_that_counts_is_never_accepted(tmp_path):
+    """At an update between two verdicts; its own start, and no later one, trained the step before."""
+    run_dir = write_run(
+        tmp_path / "run", range(7), served=failing_at(5, early_cached=128), check_interval=3
+    )
+    audit = audit_run(run_dir, accept_superseded=True)
+    assert audit.verdict == "failed" and "EARLY" in str(audit.findings[0])
+    one_more = write_run(tmp_path / "again", range(3), served=two)
+    write_run(one_more, range(2, 4), served=failing_at(2, early_cached=128), attempt="2026-01-02")
+    assert audit_run(one_more, accept_superseded=True).verdict == "failed"
+
+
 def test_a_damaged_line_is_a_finding(tmp_path):
     run_dir = write_run(tmp_path / "run", served=two)
     path = run_dir / "evidence" / "served.jsonl"

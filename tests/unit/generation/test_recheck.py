@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from tests.unit.simulated_engine import prompt_for, rollout_section, ROUTES, Sim
 from r3train.engine.backend import EngineError, SamplingParams
 from r3train.generation.buffer import Group
 from r3train.generation.producer import Producer
-from r3train.generation.rollout_task import RequestSettings
+from r3train.generation.rollout_task import RequestSettings, RolloutTask
 from r3train.generation.counts import Counts
 from r3train.generation.recheck import Rechecking
 from r3train.types import Rechecked
@@ -241,3 +242,18 @@ def test_of_a_sample_that_spans_an_update_only_what_one_version_computed(mode):
             # the row of the last token of version 0 was computed by the request after it
             assert part.first_row == int(np.flatnonzero(sample.weight_versions == 0).max())
     assert {part.sample_id for part in parts} >= set(spanning)
+
+
+def test_of_a_session_with_several_samples_every_place_is_rechecked():
+    """Forks and later chains are where the joining of answers can go wrong."""
+    rollout = rollout_section()
+    episodes = SimpleNamespace(samples=3, make=lambda prompt: None)
+    chosen = set()
+    for group_id in range(20):
+        group = SimpleNamespace(group_id=group_id, prompt=None)
+        task = RolloutTask(SimpleNamespace(rollout=rollout, episodes=episodes), group, 0)
+        assert task.to_recheck(["fork", "last"]) == "last", "of one request: it has all tokens"
+        for sample_id in range(task.sample_id, task.sample_id + 3):
+            assert task.unbroken[sample_id].first is None
+        chosen.add(task.to_recheck(["first", "fork", "last"]))
+    assert chosen == {"first", "fork", "last"}

@@ -280,6 +280,16 @@ def test_a_restarted_server_may_round_otherwise_and_is_no_twin_from_then_on(run)
         run.update(2, spoil=stale(1, 0.0))
 
 
+def test_a_server_that_was_out_of_use_is_held_against_what_it_said_before(run):
+    run.update(1)
+    every = run.fleet.read_canaries
+    run.fleet.read_canaries = lambda *args, **how: {0: every(*args, **how)[0]}
+    run.update(2)
+    run.fleet.read_canaries = every
+    with pytest.raises(NotServed, match="MOVED: server 1, weight version 3: .* under version 1"):
+        run.update(3, spoil=stale(1, 0.1))
+
+
 def test_an_update_that_moves_nothing_is_inconclusive(run):
     metrics = run.update(1, weights=0.0)
     assert metrics["served/passed"] and metrics["served/inconclusive"] == 2

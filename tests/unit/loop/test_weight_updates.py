@@ -1,4 +1,4 @@
-"""Which weight versions servers are sent, and how much of each."""
+"""Weight versions that servers are sent, and how much of each."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ ROWS = 48_000
 
 
 def factors(random: np.random.Generator, updates: int) -> np.ndarray:
-    """What an update's noise is multiplied by: float64[updates], the first near 1."""
+    """Factors of the updates' noise: float64[updates], the first near 1."""
     shared, found = random.normal(0, 0.2), np.empty(updates)
     for i in range(updates):
         shared = 0.5 * shared + random.normal(0, 0.17)
