@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -97,12 +98,18 @@ def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
-def run(run_dir: Path, *flags: str, timeout: float = 480, **how: Any) -> Job:
-    """Run a job to its end; ``how`` as for ``command``."""
+def run(
+    run_dir: Path,
+    *flags: str,
+    timeout: float = 480,
+    env: Mapping[str, str] | None = None,
+    **how: Any,
+) -> Job:
+    """Run a job to its end; env: further variables; ``how`` as for ``command``."""
     done = subprocess.run(
         command(run_dir, *flags, **how),
         cwd=ROOT,
-        env=environment(),
+        env=environment() | dict(env or {}),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

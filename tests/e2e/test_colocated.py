@@ -162,7 +162,6 @@ def test_a_colocated_job_resumes_and_all_its_updates_are_equal_bit_for_bit(tmp_p
     assert all(m["served/gap_max"] <= 1e-4 for m in resumed.metrics())
 
 
-@pytest.mark.gate
 def test_a_colocated_server_without_the_update_ends_the_run_before_its_samples_are_trained(
     tmp_path, tiny_flags
 ):

@@ -47,7 +47,7 @@ def one_each(calls: tuple[str, ...]) -> Callable[[str], str | None]:
     return lie_to
 
 
-@pytest.mark.parametrize("mode", CALLS)
+@pytest.mark.parametrize("mode", ["disk", pytest.param("distributed", marks=pytest.mark.slow)])
 def test_one_lie_of_each_kind_to_each_call_costs_no_step(mode, tmp_path, tiny_flags, engine):
     record = Record(lie_to=one_each((*CALLS[mode], *PAUSES)))
     flags = flags_of(tiny_flags, "--update-weight-transfer-mode", mode)
@@ -69,6 +69,7 @@ def test_one_lie_of_each_kind_to_each_call_costs_no_step(mode, tmp_path, tiny_fl
     assert sorted(trained_samples(audited([job.run_dir]))) == list(range(STEPS * PER_STEP))
 
 
+@pytest.mark.slow
 def test_a_server_that_aborts_a_seventh_of_all_answers_ends_no_run(tmp_path, tiny_flags, engine):
     calls, aborts = Counter(), ["abort", "abort_503", "abort_500"]
 
@@ -90,7 +91,14 @@ def test_a_server_that_aborts_a_seventh_of_all_answers_ends_no_run(tmp_path, tin
     assert audit_run(job.run_dir).verdict == "passed"
 
 
-@pytest.mark.parametrize("call", ["canary", "update_weights_from_disk", "model_info"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        "canary",
+        pytest.param("update_weights_from_disk", marks=pytest.mark.slow),
+        pytest.param("model_info", marks=pytest.mark.slow),
+    ],
+)
 def test_a_call_that_fails_for_good_ends_the_run_and_no_trained_step_is_lost(
     call, tmp_path, tiny_flags, engine
 ):

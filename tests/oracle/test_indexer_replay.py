@@ -160,7 +160,7 @@ def found(scratch, tmp_path_factory) -> dict[str, Any]:
     return in_ranks(2, tmp_path_factory.mktemp("ranks"), cases, *given)[0]
 
 
-pytestmark = [pytest.mark.ranks, pytest.mark.gate]
+pytestmark = pytest.mark.ranks
 
 
 @pytest.mark.parametrize("name", TOPOLOGIES)

@@ -156,7 +156,7 @@ def found(checkpoint, scratch, tmp_path_factory) -> list[dict[str, Any]]:
     return in_ranks(2, tmp_path_factory.mktemp("ranks"), cases, checkpoint, scratch)
 
 
-pytestmark = [pytest.mark.ranks, pytest.mark.gate]
+pytestmark = pytest.mark.ranks
 
 
 @pytest.mark.parametrize("name", TOPOLOGIES)
