@@ -112,9 +112,9 @@ def prompt_limit(config: RunConfig, hf: HfModelFacts) -> tuple[int, str]:
     context, name = _context(config, hf)
     response = config.rollout.rollout_max_response_len
     room = context - response
-    asked = config.rollout.rollout_max_prompt_len
-    if asked is not None and asked <= room:
-        return asked, f"rollout_max_prompt_len {asked}"
+    prompt_len = config.rollout.rollout_max_prompt_len
+    if prompt_len is not None and prompt_len <= room:
+        return prompt_len, f"rollout_max_prompt_len {prompt_len}"
     return room, f"{name} {context} - rollout_max_response_len {response}"
 
 
@@ -342,10 +342,10 @@ def check_longest_chain(config: RunConfig, hf: HfModelFacts) -> None:
 
 def _model_lengths(config: RunConfig, hf: HfModelFacts) -> Iterator[str]:
     rollout = config.rollout
-    asked = rollout.rollout_max_context_len
-    if asked is not None and asked > hf.max_position_embeddings:
+    longest = rollout.rollout_max_context_len
+    if longest is not None and longest > hf.max_position_embeddings:
         yield (
-            f"rollout_max_context_len {asked} exceeds the model's max_position_embeddings"
+            f"rollout_max_context_len {longest} exceeds the model's max_position_embeddings"
             f" {hf.max_position_embeddings} ({hf.path})"
         )
     context, name = _context(config, hf)

@@ -229,17 +229,19 @@ def explained(place: Place) -> Iterator[str]:
     yield ""
     yield " ".join(place.info.description.split())
     yield from (
-        asked.words()
-        for asked in requirements_of(place.name)
-        if all(condition.name != place.name for condition in asked.conditions)
+        requirement.words()
+        for requirement in requirements_of(place.name)
+        if all(condition.name != place.name for condition in requirement.conditions)
     )
     for name, other in _places().items():
-        for asked in other.info.metadata:
-            about = [c for c in getattr(asked, "conditions", ()) if c.name == place.name]
+        for requirement in other.info.metadata:
+            about = [c for c in getattr(requirement, "conditions", ()) if c.name == place.name]
             if about and name != place.name:
-                if asked.verb == "cannot go with":  # each of its conditions, so this one alone
-                    asked = replace(asked, conditions=tuple(about))
-                words = asked.words()
+                if (
+                    requirement.verb == "cannot go with"
+                ):  # each of its conditions, so this one alone
+                    requirement = replace(requirement, conditions=tuple(about))
+                words = requirement.words()
                 yield f"{flag_name(name)}: {words[0].lower()}{words[1:]}"
     yield ""
     yield f"Pages: {', '.join([*pages_of(place), 'docs/reference/configuration.md'])}; r3train docs shows them."

@@ -70,8 +70,8 @@ def _parts_of_a_matrix(targets: frozenset[str], names: frozenset[str]) -> Iterat
         head, leaf, kind = name.rsplit(".", 2)
         group = next((g for g in FUSED if leaf in g), (leaf,))
         # latent attention has a q_proj by itself
-        others = [f"{head}.{part}.{kind}" for part in group]
-        missing = [n.split(".")[-2] for n in others if n in names and n not in targets]
+        parts = [f"{head}.{part}.{kind}" for part in group]
+        missing = [n.split(".")[-2] for n in parts if n in names and n not in targets]
         if missing:
             yield (
                 f"target_modules: {head} has {leaf} and not {', '.join(missing)}: Megatron holds them"

@@ -152,12 +152,12 @@ class TrainCommand(click.Command):
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the settings that most runs give, one section (``--help SECTION``), or all sections."""
-        asked = ctx.meta.get("help")
-        own = [("--config RECIPE", "TOML file, or a name of r3train recipes; flags win over it.")]
-        own += [param.get_help_record(ctx) for param in self.params if param.help]
-        if asked is None:
-            own = [(usage, gist(text)) for usage, text in own]
-            _write_group(formatter, "Most used", [*own, *most_used()])
+        topic = ctx.meta.get("help")
+        rows = [("--config RECIPE", "TOML file, or a name of r3train recipes; flags win over it.")]
+        rows += [param.get_help_record(ctx) for param in self.params if param.help]
+        if topic is None:
+            rows = [(usage, gist(text)) for usage, text in rows]
+            _write_group(formatter, "Most used", [*rows, *most_used()])
             _write_group(
                 formatter, "Sections (--help SECTION, such as --help lora)", section_rows()
             )
@@ -167,9 +167,9 @@ class TrainCommand(click.Command):
             ]
             _write_group(formatter, "More", more)
             return
-        if asked == _ALL:
-            _write_group(formatter, "General", [*own, ("--help [SECTION]", "Show help and exit.")])
-        for section in sections() if asked == _ALL else [asked]:
+        if topic == _ALL:
+            _write_group(formatter, "General", [*rows, ("--help [SECTION]", "Show help and exit.")])
+        for section in sections() if topic == _ALL else [topic]:
             _write_group(formatter, heading(section), rows_of(section))
 
 
@@ -183,7 +183,7 @@ def train_options(function: Callable[..., Any], more: Sequence[click.Option] = (
 
     @click.pass_context
     def command(ctx: click.Context, config_file: str | None, **values: Any) -> Any:
-        others = {option.name: values.pop(option.name) for option in more}
+        further = {option.name: values.pop(option.name) for option in more}
         given = {
             name: value
             for name, value in values.items()
@@ -197,7 +197,7 @@ def train_options(function: Callable[..., Any], more: Sequence[click.Option] = (
             given["sglang"] = ctx.meta["sglang"]
         with usage_errors():
             config = RunConfig.from_sources(file=config_file, flags=given, environ=os.environ)
-        return function(config, **others)
+        return function(config, **further)
 
     config_option = click.Option(
         ["--config", "config_file"], metavar="RECIPE", shell_complete=_complete_recipe
@@ -274,22 +274,22 @@ def _answer_help(command: TrainCommand, ctx: click.Context, args: Sequence[str])
     asking = [number for number, word in enumerate(args) if word.partition("=")[0] in _HELP]
     if not asking:
         return
-    word, equals, asked = args[asking[0]].partition("=")
+    word, equals, section = args[asking[0]].partition("=")
     after = args[asking[0] + 1 :][:1]
     if not equals and after and not after[0].startswith("-"):
-        asked = after[0]
-    if word == _ALL or not asked:
+        section = after[0]
+    if word == _ALL or not section:
         ctx.meta["help"] = _ALL if word == _ALL else None
         click.echo(ctx.get_help())
-    elif asked in sections():
-        ctx.meta["help"] = asked
+    elif section in sections():
+        ctx.meta["help"] = section
         formatter = ctx.make_formatter()
         command.format_options(ctx, formatter)
         click.echo(formatter.getvalue().strip("\n"))
     else:
         raise click.UsageError(
-            f"--help {asked}: no such section.{closest(asked, sections())} There are"
-            f" {', '.join(sections())}; r3train explain {asked} looks for a setting",
+            f"--help {section}: no such section.{closest(section, sections())} There are"
+            f" {', '.join(sections())}; r3train explain {section} looks for a setting",
             ctx,
         )
     ctx.exit()

@@ -138,17 +138,17 @@ class ReplaySection(Section):
 
     @check
     def _canaries(self, run: RunConfig) -> Iterator[str]:
-        asked = self.r3_canaries
-        if 0 < asked < _FEWEST_CANARY_TOKENS:
+        tokens = self.r3_canaries
+        if 0 < tokens < _FEWEST_CANARY_TOKENS:
             yield (
-                f"r3_canaries {asked} is below {_FEWEST_CANARY_TOKENS}: two texts of sixteen tokens; 0 is off"
+                f"r3_canaries {tokens} is below {_FEWEST_CANARY_TOKENS}: two texts of sixteen tokens; 0 is off"
             )
 
     @check
     def _switches(self, run: RunConfig) -> Iterator[str]:
-        for own in ("use_rollout_routing_replay", "moe_enable_routing_replay"):
-            if own in run.rollout.sglang:
+        for name in ("use_rollout_routing_replay", "moe_enable_routing_replay"):
+            if name in run.rollout.sglang:
                 yield (
-                    f"sglang.{own}: set --use-rollout-routing-replay instead, which asks SGLang for the"
+                    f"sglang.{name}: set --use-rollout-routing-replay instead, which asks SGLang for the"
                     " routed experts too"
                 )

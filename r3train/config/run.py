@@ -142,10 +142,10 @@ class RunConfig(Section):
     @property
     def server_dtype(self) -> str:
         """The dtype in which servers compute, as torch spells it."""
-        own = self.rollout.sglang.get("dtype")
-        if own in (None, "auto"):
+        dtype = self.rollout.sglang.get("dtype")
+        if dtype in (None, "auto"):
             return self.model.dtype_name
-        return {"float": "float32", "half": "float16"}.get(str(own), str(own))
+        return {"float": "float32", "half": "float16"}.get(str(dtype), str(dtype))
 
     @property
     def suspect_limit(self) -> float:
@@ -163,8 +163,8 @@ class RunConfig(Section):
         alike = self.server_dtype == self.model.dtype_name and not servers.get("quantization")
         alone = servers.get("dp_size") in (None, 1)
         trains = not self.checkpoint.debug_rollout_only
-        asked = self.r3_check_enabled or self.trainer.check_weight_update_equal
-        if not (asked and self.has_engines and alike and alone and trains):
+        is_wanted = self.r3_check_enabled or self.trainer.check_weight_update_equal
+        if not (is_wanted and self.has_engines and alike and alone and trains):
             return 0
         return self.replay.r3_canaries
 
@@ -176,10 +176,10 @@ class RunConfig(Section):
         replicas.
         """
         servers = self.rollout.sglang
-        asked = self.r3_check_enabled or self.trainer.check_weight_update_equal
+        is_wanted = self.r3_check_enabled or self.trainer.check_weight_update_equal
         stores_alike = not servers.get("quantization") and not self.serves_adapters
         return (
-            asked
+            is_wanted
             and self.has_engines
             and stores_alike
             and servers.get("dp_size") in (None, 1)
@@ -189,26 +189,27 @@ class RunConfig(Section):
     @property
     def eval_sets(self) -> tuple[EvalDataset, ...]:
         """The evaluation sets, those of the flag first, with defaults resolved; rm_type None is the run's reward."""
-        own, data, rollout = self.eval, self.data, self.rollout
+        evaluation, data, rollout = self.eval, self.data, self.rollout
         defaults = {
-            "input_key": own.eval_input_key or data.input_key,
-            "label_key": own.eval_label_key or data.label_key,
+            "input_key": evaluation.eval_input_key or data.input_key,
+            "label_key": evaluation.eval_label_key or data.label_key,
             "metadata_key": data.metadata_key,
             "apply_chat_template": data.apply_chat_template,
-            "rm_type": own.eval_rm_type,
-            "n_samples_per_eval_prompt": own.n_samples_per_eval_prompt,
-            "temperature": _first(own.eval_temperature, rollout.rollout_temperature),
-            "top_p": _first(own.eval_top_p, rollout.rollout_top_p),
-            "top_k": _first(own.eval_top_k, rollout.rollout_top_k),
-            "max_response_len": own.eval_max_response_len or rollout.rollout_max_response_len,
+            "rm_type": evaluation.eval_rm_type,
+            "n_samples_per_eval_prompt": evaluation.n_samples_per_eval_prompt,
+            "temperature": _first(evaluation.eval_temperature, rollout.rollout_temperature),
+            "top_p": _first(evaluation.eval_top_p, rollout.rollout_top_p),
+            "top_k": _first(evaluation.eval_top_k, rollout.rollout_top_k),
+            "max_response_len": evaluation.eval_max_response_len
+            or rollout.rollout_max_response_len,
         }
-        pairs = zip(own.eval_prompt_data[::2], own.eval_prompt_data[1::2])
-        asked = [EvalDataset(name=name, path=path) for name, path in pairs]
+        pairs = zip(evaluation.eval_prompt_data[::2], evaluation.eval_prompt_data[1::2])
+        sets = [EvalDataset(name=name, path=path) for name, path in pairs]
         return tuple(
             dataset.model_copy(
                 update={k: v for k, v in defaults.items() if getattr(dataset, k) is None}
             )
-            for dataset in (*asked, *own.datasets)
+            for dataset in (*sets, *evaluation.datasets)
         )
 
     def eval_due(self, weight_version: int) -> bool:
@@ -392,5 +393,5 @@ class RunConfig(Section):
         return sources.to_toml(self)
 
 
-def _first(own: Any, default: Any) -> Any:
-    return default if own is None else own
+def _first(value: Any, default: Any) -> Any:
+    return default if value is None else value
