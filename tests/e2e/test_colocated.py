@@ -158,8 +158,9 @@ def test_a_colocated_job_resumes_and_all_its_updates_are_equal_bit_for_bit(tmp_p
     assert resumed.code == 0, resumed.output
     assert pointer(saved) == 5
     proved(resumed.run_dir, range(3, 5), unchecked=[4])  # the first of a start is checked
-    assert all(m["served/passed"] for m in resumed.metrics())
-    assert all(m["served/gap_max"] <= 1e-4 for m in resumed.metrics())
+    measured, judged = resumed.metrics()  # each start measures first
+    assert "served/passed" not in measured and judged["served/passed"]
+    assert judged["served/gap_max"] <= 1e-4
 
 
 def test_a_colocated_server_without_the_update_ends_the_run_before_its_samples_are_trained(

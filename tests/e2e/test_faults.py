@@ -76,7 +76,7 @@ def test_a_reward_that_misbehaves_ends_the_job_with_its_prompt_and_what_it_does(
         str(tmp_path / "saved"),
         timeout=180,
     )
-    assert job.code == 1 and "failed (exitcode: 1)" in job.output  # torchrun's, and the ranks'
+    assert job.code == 1
     assert "generation failed after 0 rollouts; a checkpoint was saved" in job.output
     assert re.search(rf"prompt \S+: reward {path} {does}", " ".join(job.output.split()))
 
