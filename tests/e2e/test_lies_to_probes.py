@@ -123,6 +123,7 @@ def test_a_call_that_fails_for_good_ends_the_run_and_no_trained_step_is_lost(
     assert sorted(trained_samples(records)) == list(range(STEPS * PER_STEP))
 
 
+@pytest.mark.slow
 def test_an_http_server_that_stands_still_for_some_seconds_costs_these_alone(tmp_path, tiny_flags):
     """Longer than the 5 s after which uvicorn closes connections that wait, as it does when it wakes."""
     run_dir = tmp_path / "run"
