@@ -41,8 +41,8 @@ def elsewhere(tmp_path, monkeypatch):
 
 
 def test_a_recipe_is_named_as_other_commands_take_it():
-    words = ("--gpus", 8, "--lora-rank", 8)
-    assert run("--config", "qwen3_30b_a3b", *words) == run("qwen3_30b_a3b", *words)
+    words = ("--gpus", 8, "--gpu-memory-gb", 80)
+    assert run("--config", "olmoe_1b_7b_one_node", *words) == run("olmoe_1b_7b_one_node", *words)
 
 
 def test_a_bare_name_and_two_numbers_are_enough():
