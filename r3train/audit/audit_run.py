@@ -54,7 +54,7 @@ from r3train.proof.judge import (
 )
 from r3train.proof.recheck_verdict import judge_recheck
 from r3train.proof.served_verdict import inconclusive, judge_served, statistics_again
-from r3train.proof.suspicion import suspicion_texts, Suspicions
+from r3train.proof.suspicion import suspicion_texts, Suspicions, verdict_of
 from r3train.proof.weights_verdict import WeightsHistory
 from r3train.proof.verdicts import FAILED, NO_EVIDENCE, SUSPECT
 from r3train.proof.writer import (
@@ -288,16 +288,17 @@ class _RunAudit:
                 raise EvidenceError(f"{file.name}: {text}")
             else:
                 self._add_canaries([record])
-                attempt = record.attempt
-                superseded = self._latest_start.get(record.step, "") > attempt
                 for text in judge_served([record]).failures:
-                    named = attempt if superseded else ""
-                    finding = Finding(SERVED, text, record.step, attempt=named)
-                    if superseded and self._accept:
-                        text = f"accepted, of a step that was trained again: {finding}"
-                        self.audit.notes.append(text)
-                    else:
-                        self.audit.find(finding)
+                    self._find_at_update(text, record.attempt, record.step)
+
+    def _find_at_update(self, text: str, attempt: str, step: int) -> None:
+        """Find what servers did not hold or compute after an update of a start; a later start may have trained the step."""
+        superseded = self._latest_start.get(step, "") > attempt
+        finding = Finding(SERVED, text, step, attempt=attempt if superseded else "")
+        if superseded and self._accept:
+            self.audit.notes.append(f"accepted, of a step that was trained again: {finding}")
+        else:
+            self.audit.find(finding)
 
     def _added_up(self, record: ServedLine) -> ServedLine:
         """Return a record with the sums that its values, and those of the records before it, add up to."""
@@ -319,7 +320,7 @@ class _RunAudit:
         histories: defaultdict[str, WeightsHistory] = defaultdict(WeightsHistory)
         for (attempt, step, _), records in groupby(lines, lambda r: (r.attempt, r.step, r.sent)):
             for text in histories[attempt].judge(update := list(records)):
-                self.audit.find(Finding(SERVED, text, step))
+                self._find_at_update(text, attempt, step)
             counts[attempt, step] += len(update)
         for line in self._verdicts():
             got = counts[line.attempt, line.step]
@@ -564,9 +565,10 @@ def _findings(step: _Step) -> Iterator[Finding]:
     if sampling := step.verdict.sampling:
         for f in sampling.failures:
             yield step.failed(RECHECK, f)
-        for text in suspicion_texts(sampling.statistics, step.line.suspect_limit, "the step"):
-            if not sampling.failures and sampling.verdict == FAILED:
-                yield step.finding(RECHECK, text)
+        limit = step.line.suspect_limit
+        failed = [s for s in sampling.statistics if verdict_of([s], limit) == FAILED]
+        for text in () if sampling.failures else suspicion_texts(failed, limit, "the step"):
+            yield step.finding(RECHECK, text)
     for text in step.verdict.served.failures if step.verdict.served else ():
         yield step.finding(SERVED, text)
     for session in step.sessions:

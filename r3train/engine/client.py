@@ -248,8 +248,8 @@ class SGLangClient:
             except ASKED_AGAIN as error:
                 if isinstance(error, AnswerLate) and not await self._healthy(tried[-1]):
                     raise  # its /health is silent too: the server is lost
-                of_server = isinstance(error, (AnswerLate, AnswerRefused))
-                failure = BadAnswer(str(error)) if of_server else error
+                is_bad_answer = isinstance(error, (AnswerLate, AnswerRefused))
+                failure = BadAnswer(str(error)) if is_bad_answer else error
                 self._move_group(request.group_id, tried[-1])
                 await tries.failed(failure, tried[-1])
 

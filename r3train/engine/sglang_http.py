@@ -32,8 +32,15 @@ T = TypeVar("T")
 
 # errors after which a request is made again; reading a malformed answer raises the later ones
 ASKED_AGAIN = (
-    *(EngineBusy, AnswerCutShort, AnswerLate, AnswerRefused),
-    *(ValueError, TypeError, LookupError, AttributeError, OverflowError),
+    EngineBusy,
+    AnswerCutShort,
+    AnswerLate,
+    AnswerRefused,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    OverflowError,
 )
 # between requests to a server that is busy, unless its Retry-After says more
 BUSY_S, LONGEST_BUSY_S = 1.0, 30.0

@@ -113,9 +113,8 @@ class Canaries:
         self._texts: list[np.ndarray] = []
         self._cached: list[int] = []  # tokens of each second reading, at the start
         self._noise: CanaryNoise | None = None
-        self._noise_before: float | None = (
-            None  # gap_mean of the start that the checkpoint tells of
-        )
+        # gap_mean of the start that the checkpoint tells of
+        self._noise_before: float | None = None
         self._suspicions = Suspicions(self.config.suspect_limit)
         self._are_twins = True  # servers were never restarted
         self._first: dict[int, ServerRead] = {}  # at the start, by server

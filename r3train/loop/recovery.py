@@ -9,7 +9,7 @@ from r3train.engine.backend import EngineDied, EngineError, EngineUnreachable
 from r3train.engine.publish import WeightUpdateError
 
 LOST = (EngineDied, EngineUnreachable, WeightUpdateError)
-# errors of servers, after which the actor is right: a restart mends the lost ones, others end the run
+# errors of servers, which leave the actor right: a restart replaces lost servers, the others end the run
 FAILED = (EngineError, WeightUpdateError)
 
 

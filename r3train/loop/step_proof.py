@@ -55,7 +55,7 @@ class StepProof:
         self._start: int | None = None  # the first rollout that was asked about
         calibrating = 0 if self.config.trainer.ci_test else CALIBRATING
         self._suspicions = Suspicions(self.config.suspect_limit, calibrating)
-        self._without_recheck = 0  # rollouts running, of which no comparison was judged
+        self._without_recheck = 0  # rollouts in a row, of which no comparison was judged
         # rank 0: log-probs of the last judged step's rechecked tokens, as delivered and computed again
         self._twice: tuple[np.ndarray, np.ndarray] | None = None
 
@@ -108,7 +108,7 @@ class StepProof:
             self._without_recheck = self._without_recheck + 1 if lacks else 0
             if self._without_recheck and self._without_recheck % _SAID_WITHOUT_RECHECK == 0:
                 logger.warning(
-                    "recheck: no evidence in %d rollouts running: no sample was computed again in time"
+                    "recheck: no evidence in %d rollouts in a row: no sample was rechecked in time"
                     " (--r3-recheck-share)",
                     self._without_recheck,
                 )

@@ -16,7 +16,13 @@ import msgspec
 import numpy as np
 
 from r3train.proof.controls import beaten_by
-from r3train.proof.suspicion import ROWS_OF_NOTHING, Statistic, suspicion_texts, Suspicions
+from r3train.proof.suspicion import (
+    ROWS_OF_NOTHING,
+    Statistic,
+    suspicion_texts,
+    Suspicions,
+    verdict_of,
+)
 from r3train.proof.verdicts import FAILED, PASSED, SUSPECT
 from r3train.routing.agreement import chance_levels
 from r3train.types import (
@@ -417,7 +423,8 @@ class StepVerdict:
             return "", ""
         failures: list[Any] = list(self.failures)
         if self.sampling is not None and self.sampling.verdict == FAILED:
-            over = [s for s in self.sampling.statistics if 0 < self.limit <= s.sum]
+            statistics = self.sampling.statistics
+            over = [s for s in statistics if verdict_of([s], self.limit) == FAILED]
             failures += self.sampling.failures
             failures += suspicion_texts(over, self.limit, f"step {self.step}")
         failures += [f"custody: {text}" for text in self.custody.failures] if self.custody else []

@@ -63,9 +63,9 @@ _MEANINGS = {
         False,
         "keys and values of other weights in its prefix cache",
     ),
-    "decoded rows": ("decoded rows with other experts when computed again:", True, _SERVER),
-    "prefilled rows": ("prefilled rows with other experts when computed again:", True, _SERVER),
-    "log-probs": ("log-probs computed again are off by", False, _SERVER),
+    "decoded rows": ("rechecked decoded rows with other experts:", True, _SERVER),
+    "prefilled rows": ("rechecked prefilled rows with other experts:", True, _SERVER),
+    "log-probs": ("rechecked log-probs are off by", False, _SERVER),
     "routes": (
         "rows of the actor's own weights that share no expert with its own choice:",
         True,

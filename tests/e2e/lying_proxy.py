@@ -370,8 +370,16 @@ SLOW = "slow"
 LATE_S = 12.0
 # of probes and control calls: broken before the server hears of them, or after it has heeded them
 CALL_LIES = (
-    *("busy_429", "busy_502", "busy_503", "busy_504"),
-    *("reset", "reset_after", "cut", "late", "null", "half"),
+    "busy_429",
+    "busy_502",
+    "busy_503",
+    "busy_504",
+    "reset",
+    "reset_after",
+    "cut",
+    "late",
+    "null",
+    "half",
 )
 ABORTS = ("abort", "abort_429", "abort_503", "abort_500", "abort_999")  # of probes
 

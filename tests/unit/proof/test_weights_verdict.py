@@ -186,3 +186,17 @@ def test_a_record_that_is_gone_and_a_file_that_is_gone_fail_the_claim(tmp_path):
     assert found(run) == [f"2 servers in {WEIGHTS_FILE}"]
     path.unlink()
     assert found(run) == [f"{step} servers in {WEIGHTS_FILE}" for step in range(3)]
+
+
+def test_a_fault_of_a_start_that_a_later_one_made_good_names_the_start_and_can_be_accepted(
+    tmp_path,
+):
+    wrong = [SOUND[2][0], replace(SOUND[2][1], held="ab")]
+    run = write_run(tmp_path / "run")
+    first = EvidenceWriter(run, 0, "2025-12-31T00:00:00Z")
+    first.write_weights(wrong)
+    first.close()
+    (finding,) = audit_run(with_weights(run, *SOUND)).findings
+    assert finding.where() == "start 2025-12-31T00:00:00Z, step 2"
+    audit = audit_run(run, accept_superseded=True)
+    assert audit.verdict == "passed" and "UNLIKE" in " ".join(audit.notes)
