@@ -97,8 +97,11 @@ _BEFORE_MAP = attrgetter(*COUNTS[: COUNTS.index("map_deviation")])
 _AFTER_MAP = attrgetter(*COUNTS[COUNTS.index("map_deviation") + 1 :])
 _FINGERPRINT = COUNTERS.index("fingerprint")
 _MASK = (1 << 64) - 1
-# Among so many rows half of chance's share without a common expert is no rounding.  Other streams have no chance level.
-_GROSS_ROWS, _GROSS, _GROSS_OF_OTHERS, _GROSS_THRESHOLDS = 32, 0.5, 0.5, 10
+# Among so many rows a quarter of chance's share without a common expert is no rounding: half of the rows may be right, as on
+# context-parallel ranks whose halves are another's.  Other streams have no chance level.
+_GROSS_ROWS, _GROSS, _GROSS_OF_OTHERS, _GROSS_THRESHOLDS = 32, 0.25, 0.5, 10
+# the first steps do not make more than this part of a gross share usual
+_GROSS_OVER_USUAL = 8
 
 
 def native(passes: Collection[str]) -> str:
@@ -509,7 +512,7 @@ def judge(
             least=ROWS_OF_NOTHING / rows,
             may_fall=False,
             calibrates=True,
-            highest=gross[stream] / 4,
+            highest=gross[stream] / _GROSS_OVER_USUAL,
         )
         for stream, (rows, mismatch) in current_rows.items()
         if rows

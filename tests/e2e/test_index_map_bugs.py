@@ -36,6 +36,7 @@ def run_with(bug: str, parallel, run_dir, tiny_flags, engine) -> tuple[jobs.Job,
         str(run_dir / "checkpoints"),
         "--r3-canaries",
         "0",  # they find the bug before the first step
+        "--ci-test",  # how many rows have no expert in common by chance is another number in each run
         program=("-m", "tests.e2e.train_with_bug", bug),
     )
     checked = CliRunner().invoke(main, ["check-evidence", str(run_dir), "--json"])

@@ -94,12 +94,13 @@ import os, pathlib, sys, time
 from r3train.loop.stop import StopSignal
 
 directory = pathlib.Path(sys.argv[1])
-with StopSignal(60) as stop:
-    (directory / "pid").write_text(f"{os.getpid()}\\n")
-    while stop.received is None:
-        time.sleep(0.05)
-    time.sleep(1)  # it saves, and torchrun may pass a signal on
-    (directory / "saved").write_text(stop.received)
+stop = StopSignal(60)
+stop.begin()
+(directory / "pid").write_text(f"{os.getpid()}\\n")
+while stop.received is None:
+    time.sleep(0.05)
+time.sleep(1)  # it saves, and torchrun may pass a signal on
+(directory / "saved").write_text(stop.received)
 """
 
 
@@ -150,9 +151,9 @@ while os.getppid() == parent:
     time.sleep(0.01)
 from r3train.loop.stop import StopSignal  # as late as in a job, after its checks
 
-with StopSignal(60, parent):
-    (directory / "lived").write_text("")
-    time.sleep(600)
+StopSignal(60, parent).begin()
+(directory / "lived").write_text("")
+time.sleep(600)
 """
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
@@ -138,27 +139,29 @@ async def played(server, harness: Callable[[Ask], Awaitable[None]]) -> tuple[Ses
         await client.aclose()
 
 
+def forks(session: Session) -> int:
+    """Calls that do not extend the chain of the call that they follow, of which one may.
+
+    None may where that call's answer was ended by the checkpoint's end token, as it can be at any length: the template does
+    not write this token.
+    """
+    followed = Counter(id(call.parent) for call in session.calls if call.parent is not None)
+    calls = [call for call in session.calls if id(call) in followed]
+    last = [int(call.chain.sample.token_ids[call.end - 1]) for call in calls]
+    return followed.total() - sum(token != END_TOKEN for token in last)
+
+
 @pytest.mark.parametrize(
-    "harness, begins",
-    [
-        (three_turns, ["root"]),
-        (edited, ["root", "root"]),
-        (compacted, ["root", "root"]),
-        (at_once, ["root", "fork", "fork"]),
-        (with_stops, ["root"]),
-    ],
+    "harness, roots, least_forks",
+    [(three_turns, 1, 0), (edited, 2, 0), (compacted, 2, 0), (at_once, 1, 2), (with_stops, 1, 0)],
 )
 def test_every_chain_has_the_rows_and_log_probs_of_one_prefill_of_its_tokens(
-    harness, begins, server
+    harness, roots, least_forks, server
 ):
     session, samples, again = asyncio.run(played(server, harness))
-    if (
-        harness is with_stops
-    ):  # the template does not write the checkpoint's end token: what follows it is a fork
-        followed = [call.parent for call in session.calls if call.parent is not None]
-        last = [int(call.chain.sample.token_ids[call.end - 1]) for call in followed]
-        begins = begins + ["fork"] * last.count(END_TOKEN)
-    assert [chain.begins for chain in session.chains] == begins and len(samples) == len(begins)
+    begins = Counter(chain.begins for chain in session.chains)
+    assert begins["root"] == roots and begins["fork"] == forks(session) >= least_forks
+    assert begins.total() == len(session.chains) == len(samples)
     for sample, prefill in zip(samples, again):
         rows = sample.routed_experts
         assert len(rows) == sample.num_tokens - 1 and not (rows == missing_marker(rows.dtype)).any()

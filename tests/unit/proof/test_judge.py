@@ -404,7 +404,8 @@ def kept_mismatching(n: int) -> Callable[[ReplayEvidence], dict]:
 def test_a_share_above_the_threshold_is_suspect_and_fails_where_it_lasts():
     suspicions, verdicts = Suspicions(5.0, calibrating=0), []
     totals = StepTotals(SHAPE)
-    for call in at(right_step(), mismatching(30), **PLACE):
+    in_layer_2 = at(right_step(), mismatching(16), **{**PLACE, "layer_number": 2})
+    for call in at(in_layer_2, mismatching(16), **PLACE):
         totals.add(call)
     for _ in range(5):
         verdict = judge(
@@ -412,14 +413,29 @@ def test_a_share_above_the_threshold_is_suspect_and_fails_where_it_lasts():
         )
         verdicts.append(verdict.verdict)
     assert verdicts == ["suspect"] * 4 + ["failed"] and not verdict.failures
-    (above,) = verdict.above_threshold
-    assert (above.what, above.got, above.expected) == ("rows_current_mismatch", 30, 1.2)
+    above, _ = verdict.above_threshold
+    assert (above.what, above.got, above.expected) == ("rows_current_mismatch", 16, 1.2)
     claim, text = verdict.failed_claim()
     assert claim == "threshold" and text == verdict.threshold_error
     assert text.startswith(
-        "R3 mismatch tokens (30) > threshold (1.2) at step 3, old_log_prob/replay_forward, layer 1, of 120"
+        "R3 mismatch tokens (16) > threshold (1.2) at step 3, old_log_prob/replay_forward, layer 1, of 120"
     )
     assert "of 80 rows of other weights, which are not judged, 2 mismatch" in text
+
+
+def test_a_share_that_is_wrong_from_the_first_step_on_does_not_become_usual():
+    """Half of a sequence's rows on the wrong context-parallel rank gave 8% once: some share an expert by chance."""
+    suspicions, verdicts = Suspicions(5.0), []
+    totals = StepTotals(SHAPE)
+    for call in right_step():
+        wrong = call.stream != SAMPLING_MASK and call.replay_pass == PLACE["replay_pass"]
+        totals.add(replace(call, **mismatching(8)(call)) if wrong else call)
+    for _ in range(24):
+        verdict = judge(
+            totals, expectation(), SHAPE, mismatch_threshold=0.01, suspicions=suspicions
+        )
+        verdicts.append(verdict.verdict)
+    assert verdicts[:8] == ["passed"] * 8 and verdicts.index("failed") < 24, verdict.statistics
 
 
 def test_a_share_that_the_threshold_allows_and_a_few_rows_are_nothing():
@@ -438,8 +454,8 @@ def test_sampling_masks_are_judged_by_the_threshold_too():
     assert len(verdict.above_threshold) == 2 and "sampling_mask" in str(verdict.above_threshold[0])
 
 
-@pytest.mark.parametrize("n, passes", [(32, True), (33, False)])
-def test_one_layer_with_half_of_chances_mismatches_fails_at_once(n, passes):
+@pytest.mark.parametrize("n, passes", [(16, True), (17, False)])
+def test_one_layer_with_a_quarter_of_chances_mismatches_fails_at_once(n, passes):
     """With 8 experts and top 2 a random choice shares none in 53.6% of the rows."""
     calls = at(right_step(), mismatching(n), **PLACE)
     verdict = judged(calls, threshold=0.01, limit=0.0)
