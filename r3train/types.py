@@ -277,16 +277,17 @@ class RecheckedRollout:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """A given text of T tokens as one server scores it, in one prefill without a new token.
+    """A text of T tokens as one server scores it: a given text, and the n tokens of them that it drew after that.
 
     Log-prob i is that of token T - len(log_probs) + i, at temperature 1; the first is 0, which no row predicts.
     """
 
     log_probs: np.ndarray  # float32[T - s], from token s on
-    rows: (
-        np.ndarray
-    )  # uint8 or uint16 [T-1, L, K], those of cached tokens too; [T-1, 0, 0] without routes
+    # uint8 or uint16 [T-1, L, K], those of cached tokens too; [T-1, 0, 0] without routes
+    rows: np.ndarray
     cached_tokens: int  # tokens that came from the prefix cache
+    # int32[n], greedily, with log-probs and rows like the others; most texts are only read
+    sampled: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
 
 
 @dataclass(frozen=True, slots=True)
