@@ -283,11 +283,12 @@ class Scores:
     """
 
     log_probs: np.ndarray  # float32[T - s], from token s on
-    # uint8 or uint16 [T-1, L, K], those of cached tokens too; [T-1, 0, 0] without routes
+    # uint8 or uint16 [T-1-r, L, K] from row r on, those of cached tokens too; [T-1, 0, 0] without routes
     rows: np.ndarray
     cached_tokens: int  # tokens that came from the prefix cache
     # int32[n], greedily, with log-probs and rows like the others; most texts are only read
     sampled: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    weight_version: str | None = None  # that the server says of its weights, or an adapter's base
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,11 +16,11 @@ from typing import Any, TypeVar
 import numpy as np
 
 from r3train.data.sampled import no_log_prob, outside_vocabulary
-from r3train.engine.backend import BadAnswer, BUSY, EngineBusy, EngineError
+from r3train.engine.backend import BadAnswer, BUSY, EngineBusy
 from r3train.engine.backend import Drafts, Request, Segment
 from r3train.routing import indexer_topk
 from r3train.routing.wire import decode_routed_experts
-from r3train.types import Rechecked, RecheckPart, RouteShape, Scores
+from r3train.types import RouteShape
 
 T = TypeVar("T")
 
@@ -47,15 +47,18 @@ class Sent:
     may_abort: bool = False  # True: this client told the server to abort it
 
 
-def _strict(read: Callable[..., T]) -> Callable[..., T]:
-    """Have a reader raise ValueError, naming the sample, for a value that it did not expect."""
+def strict(read: Callable[..., T]) -> Callable[..., T]:
+    """Have a reader raise ValueError, naming the sample, for a value that it did not expect.
+
+    What it reads for is its second argument, and has a ``name``.
+    """
 
     @wraps(read)
-    def reader(answer: Any, request: Request, *rest: Any, **options: Any) -> T:
+    def reader(answer: Any, asked: Any, *rest: Any, **options: Any) -> T:
         try:
-            return read(answer, request, *rest, **options)
+            return read(answer, asked, *rest, **options)
         except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
-            about = f"sample {request.name}"
+            about = f"sample {asked.name}"
             if isinstance(error, ValueError) and str(error).startswith(about):
                 raise
             words = f"{type(error).__name__}: {error}"
@@ -64,7 +67,7 @@ def _strict(read: Callable[..., T]) -> Callable[..., T]:
     return reader
 
 
-@_strict
+@strict
 def read_answer(
     answer: Any,
     request: Request,
@@ -85,7 +88,7 @@ def read_answer(
     """
     name = request.name
     meta = meta_of(answer, sent.rid, name)
-    finish_reason = _finish_reason(meta.get("finish_reason"), name)
+    finish_reason = finish_kind(meta.get("finish_reason"), name)
     if finish_reason == "abort" and not sent.may_abort:
         raise ValueError(
             f"sample {name}: finish_reason is {meta['finish_reason']!r}, and nobody here aborted it"
@@ -94,7 +97,9 @@ def read_answer(
     # waits there too, with tokens and log-probs of its own: keep nothing of it
     never_computed = finish_reason == "abort" and "prompt_tokens" not in meta
     vocab_size = sent.vocab_size or _ANY_VOCABULARY
-    output_ids = _output_ids([] if never_computed else answer.get("output_ids"), vocab_size, name)
+    output_ids = output_token_ids(
+        [] if never_computed else answer.get("output_ids"), name, vocab_size
+    )
     input_len, output_len = len(request.token_ids), len(output_ids)
     if not never_computed:
         expect_counts(meta, name, prompt_tokens=input_len, completion_tokens=output_len)
@@ -110,7 +115,7 @@ def read_answer(
     )
     versions = _versions(meta.get("weight_versions"), output_len, name)
     if serves_adapter:
-        _check_base(versions, name)
+        check_base(versions, name)
         versions = np.full(output_len, request.weight_version, dtype=np.int32)
     _check_versions(versions, request.weight_version, request.exact_version, name)
     _check_newest(versions, sent.newest_version, name)
@@ -119,7 +124,7 @@ def read_answer(
     start, rows = request.rows_start, None
     if routes is not None and output_len:
         payload = meta.get("routed_experts")
-        rows = _rows(payload, routes, input_len + output_len, start, name, decode)
+        rows = routed_rows(payload, routes, input_len + output_len, start, name, decode)
     elif routes is not None:
         # a request aborted in the queue was never computed: it has no token and may have no row
         rows = np.zeros((0, *routes.row), dtype=routes.dtype)
@@ -147,77 +152,6 @@ def read_answer(
     )
 
 
-@_strict
-def read_recheck(
-    answer: Any,
-    request: Request,
-    sent: Sent,
-    part: RecheckPart,
-    server: int,
-    *,
-    routes: RouteShape,
-    serves_adapter: bool = False,
-) -> Rechecked:
-    """Validate and convert the answer to a text that was rechecked; serves_adapter: see ``read_answer``.
-
-    Raises ValueError naming the sample: for an aborted one, for one that took tokens from the prefix
-    cache, and for one that contradicts itself or the request; EngineError for one that this client aborted.
-    """
-    name, num_tokens = request.name, len(request.token_ids)
-    meta = meta_of(answer, sent.rid, name)
-    if _finish_reason(meta.get("finish_reason"), name) == "abort":
-        raise (EngineError if sent.may_abort else ValueError)(f"sample {name}: aborted")
-    # with a token from the cache the audit would hold the cache against itself
-    expect_counts(meta, name, prompt_tokens=num_tokens, completion_tokens=0, cached_tokens=0)
-    held_version = _version(meta.get("weight_version"), name)
-    if serves_adapter:
-        _check_base(np.array([held_version]), name)
-        held_version = request.weight_version
-    scored = input_log_probs(meta, request.token_ids, name)
-    start = request.rows_start
-    rows = _rows(meta.get("routed_experts"), routes, num_tokens, start, name, decode_routed_experts)
-    return Rechecked(
-        sample_id=request.sample_id,
-        part=part,
-        server=server,
-        weight_version=-1 if request.weight_version is None else request.weight_version,
-        held_version=held_version,
-        token_ids=request.token_ids,
-        first_row=start,
-        rows=rows,
-        log_probs=scored[start + 1 :],
-    )
-
-
-def read_given(
-    answer: Any, token_ids: np.ndarray, start: int, rid: str, *, routes: RouteShape | None
-) -> Scores:
-    """Validate and convert the answer to a text that was given, with log-probs after token ``start``.
-
-    routes: None where none were asked for.  Raises ValueError for an answer that is aborted or contradicts itself or the request.
-    """
-    name, num_tokens = "of a canary", len(token_ids)
-    try:
-        meta = meta_of(answer, rid, name)
-        if _finish_reason(meta.get("finish_reason"), name) == "abort":
-            raise ValueError(f"sample {name}: aborted")
-        expect_counts(meta, name, prompt_tokens=num_tokens, completion_tokens=0)
-        cached = meta.get("cached_tokens")
-        if type(cached) is not int or not 0 <= cached < num_tokens:
-            got = repr(cached)[:100]
-            raise ValueError(f"sample {name}: cached_tokens is {got}, expected 0..{num_tokens - 1}")
-        scored = input_log_probs(meta, token_ids[start:], name)
-        rows = np.zeros((num_tokens - 1, 0, 0), dtype=np.uint8)
-        if routes is not None:
-            payload = meta.get("routed_experts")
-            rows = _rows(payload, routes, num_tokens, 0, name, decode_routed_experts)
-    except (AttributeError, LookupError, OverflowError, TypeError) as error:
-        raise ValueError(
-            f"sample {name}: a damaged answer: {type(error).__name__}: {error}"
-        ) from error
-    return Scores(scored, rows, cached)
-
-
 def input_log_probs(meta: Mapping[str, Any], token_ids: np.ndarray, name: str) -> np.ndarray:
     """Read the log-probs of a text that was sent: float32[T], 0 for the first token, which has none.
 
@@ -230,7 +164,7 @@ def input_log_probs(meta: Mapping[str, Any], token_ids: np.ndarray, name: str) -
         sent = np.asarray(token_ids).tolist()
         entries = [[e[0], sent[i] if e[1] == 0 else e[1]] for i, e in enumerate(entries)]
         entries[0][0] = 0.0
-    return _log_probs(entries, np.asarray(token_ids), name)
+    return output_log_probs(entries, np.asarray(token_ids), name)
 
 
 def _log_probs_and_mask(
@@ -240,7 +174,7 @@ def _log_probs_and_mask(
 
     With a mask the log-probs are those within it.  meta: empty for a request that was never computed.
     """
-    log_probs = _log_probs(meta.get("output_token_logprobs"), output_ids, name)
+    log_probs = output_log_probs(meta.get("output_token_logprobs"), output_ids, name)
     if mask_vocab is None:
         return log_probs, None, None
     sampled = meta if len(output_ids) else {}
@@ -315,7 +249,7 @@ def _check_end(
         )
 
 
-def _check_base(labels: np.ndarray, name: str) -> None:
+def check_base(labels: np.ndarray, name: str) -> None:
     """Raise ValueError unless a server of adapters labels its base as it was started: 0."""
     if (labels != 0).any():
         raise ValueError(
@@ -365,13 +299,13 @@ def _cached_tokens(meta: Mapping[str, Any], input_len: int, needed: bool, name: 
     return count
 
 
-def _rows(
+def routed_rows(
     payload: Any,
     routes: RouteShape,
     num_tokens: int,
     start: int,
     name: str,
-    decode: Callable[..., np.ndarray],
+    decode: Callable[..., np.ndarray] = decode_routed_experts,
 ) -> np.ndarray:
     """The rows of one answer, from row ``start`` on: [num_tokens-1-start, L, K]."""
     if not isinstance(payload, ROUTE_PAYLOADS):
@@ -395,7 +329,8 @@ def _chosen(
     return indexer_topk.decode(payload, topk=topk, **of_sample)
 
 
-def _finish_reason(reason: Any, name: str) -> str:
+def finish_kind(reason: Any, name: str) -> str:
+    """Return ``stop``, ``length`` or ``abort``; raises EngineBusy or BadAnswer for an abort with a status."""
     kind = reason.get("type") if isinstance(reason, Mapping) else None
     if kind not in FINISH_REASONS:
         raise ValueError(
@@ -433,7 +368,8 @@ def _only(kinds: set[type], values: list[Any]) -> bool:
     return set(map(type, values)) <= kinds
 
 
-def _output_ids(output_ids: Any, vocab_size: int, name: str) -> np.ndarray:
+def output_token_ids(output_ids: Any, name: str, vocab_size: int = _ANY_VOCABULARY) -> np.ndarray:
+    """Return the drawn ids as int32[O]; raises ValueError for what is no list of ids below ``vocab_size``."""
     if not isinstance(output_ids, list) or not _only({int}, output_ids):
         raise ValueError(f"sample {name}: output_ids is no list of token ids")
     ids = np.asarray(output_ids, dtype=np.int64)
@@ -442,7 +378,7 @@ def _output_ids(output_ids: Any, vocab_size: int, name: str) -> np.ndarray:
     return ids.astype(np.int32)
 
 
-def _log_probs(entries: Any, token_ids: np.ndarray, name: str) -> np.ndarray:
+def output_log_probs(entries: Any, token_ids: np.ndarray, name: str) -> np.ndarray:
     """``[[log_prob, token_id, text], ...]`` -> float32[R]; the ids must be ``token_ids``."""
     if entries is None and len(token_ids) == 0:
         return np.zeros(0, dtype=np.float32)
@@ -541,7 +477,7 @@ def _versions(spans: Any, response_len: int, name: str) -> np.ndarray:
         raise ValueError(f"sample {name}: the answer carries no weight_versions")
     end = 0
     for span in spans:
-        label, start, stop = _version(span.get("version"), name), span["start"], span["end"]
+        label, start, stop = version_number(span.get("version"), name), span["start"], span["end"]
         if not _only({int}, [start, stop]) or start != end or not end <= stop <= response_len:
             raise ValueError(
                 f"sample {name}: weight_versions {str(spans)[:200]} do not cover {response_len} output"
@@ -556,7 +492,7 @@ def _versions(spans: Any, response_len: int, name: str) -> np.ndarray:
     return versions
 
 
-def _version(label: Any, name: str) -> int:
+def version_number(label: Any, name: str) -> int:
     """A weight version as SGLang says it, a text of digits."""
     if type(label) is not str or not (label.isascii() and label.isdigit()) or len(label) > 9:
         raise ValueError(

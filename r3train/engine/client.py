@@ -12,7 +12,7 @@ import itertools
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
@@ -30,21 +30,28 @@ from r3train.engine.backend import (
     sample_seed,
 )
 from r3train.engine.adapters import Adapters, adapter_name
-from r3train.engine.answer import Sent, read_answer, read_recheck
+from r3train.engine.answer import Sent, read_answer
 from r3train.routing.indexer_topk import num_words
 from r3train.routing.wire import decode_routed_experts
 from r3train.types import Rechecked, RecheckPart, RouteShape
 from r3train.engine.control import ServerVersions
-from r3train.engine.sglang_http import ASKED_AGAIN, SGLangHTTP, Tries, bound_of_texts
+from r3train.engine.score import GivenText, rechecked, score
+from r3train.engine.sglang_http import (
+    ASKED_AGAIN,
+    ID_BYTES,
+    SGLangHTTP,
+    Tries,
+    bound_of_routes,
+    bound_of_texts,
+)
 
 T = TypeVar("T")
 
 _REMEMBERED_GROUPS = 4096
 _VERSION_POLL_S = 0.05
 _ABORT_S = 3.0
-# bytes in base64 of an id of an expert or of a token that was chosen, which is an int32, and of a word of
-# such bits; of an id within the sampling mask, with its comma
-_ID_BYTES, _WORD_BYTES, _KEPT_BYTES = 5.4, 10.8, 12
+# bytes in base64 of a word of bits of chosen tokens; of an id within the sampling mask, with its comma
+_WORD_BYTES, _KEPT_BYTES = 10.8, 12
 
 
 class Transport(Protocol):
@@ -259,11 +266,8 @@ class SGLangClient:
             return contextlib.nullcontext()
         return self._adapters.using(request.weight_version)
 
-    def _names_adapter(self, request: Request) -> dict[str, Any]:
-        """Return the part of a request's body that names its adapter."""
-        if self._adapters is None:
-            return {}
-        return {"lora_path": adapter_name(request.weight_version)}
+    def _adapter_name(self, request: Request) -> str | None:
+        return None if self._adapters is None else adapter_name(request.weight_version)
 
     def _body(self, request: Request) -> dict[str, Any]:
         """Return the JSON of a request, without its id."""
@@ -283,8 +287,9 @@ class SGLangClient:
             "sampling_params": params,
             "return_logprob": True,
             "return_routed_experts": self.routes is not None and request.wants_routes,
-            **self._names_adapter(request),
         }
+        if (adapter := self._adapter_name(request)) is not None:
+            body["lora_path"] = adapter
         if body["return_routed_experts"] and self._index_topk is not None:
             body["return_indexer_topk"] = True
         if sampling.mask_vocab is not None:
@@ -318,19 +323,13 @@ class SGLangClient:
     async def _send(
         self, server: int, rid: str, body: dict[str, Any], request: Request, transport: Transport
     ) -> tuple[Any, Sent]:
-        """Send a request under this id, and abort it once nobody waits for its answer.
-
-        Returns the answer, and what it must agree with.
-        """
-        self._running[rid] = server
-        if self._aborting:
-            self._aborted.add(rid)
+        """Send a request under this id; returns the answer, and what it must agree with."""
         most = most_answer_bytes(
             request,
             self._sent_routes if body["return_routed_experts"] else None,
             self._index_topk if "return_indexer_topk" in body else None,
         )
-        try:
+        with self._in_progress(rid, server):
             answer = await transport.generate(
                 self.http, server, {**body, "rid": rid}, request, most
             )
@@ -341,6 +340,15 @@ class SGLangClient:
                 ends_at=self._ends_at(server),
                 may_abort=rid in self._aborted,
             )
+
+    @contextlib.contextmanager
+    def _in_progress(self, rid: str, server: int) -> Iterator[None]:
+        """Know a server's request inside the context, and abort it once nobody waits for its answer."""
+        self._running[rid] = server
+        if self._aborting:
+            self._aborted.add(rid)
+        try:
+            yield
         except (asyncio.CancelledError, AnswerLate, AnswerRefused):
             self._abort_later(server, rid)
             raise
@@ -386,26 +394,22 @@ class SGLangClient:
             )
         tried.append(server)
         rid = f"{self._name}-again-{request.sample_id}-{next(self._requests)}."
-        body = {
-            "input_ids": np.asarray(request.token_ids).tolist(),
-            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
-            "return_logprob": True,
-            "logprob_start_len": 0,
-            "return_routed_experts": True,
-            "routed_experts_start_len": request.rows_start,
-            "extra_key": rid,
-            **self._names_adapter(request),
-        }
-        answer, sent = await self._send(server, rid, body, request, self._direct)
-        return read_recheck(
-            answer,
-            request,
-            sent,
-            part,
-            server,
-            routes=self._sent_routes,
-            serves_adapter=self._adapters is not None,
+        text = GivenText(
+            request.token_ids,
+            request.name,
+            rows_from=request.rows_start,
+            cache_key=rid,
+            adapter=self._adapter_name(request),
         )
+        with self._in_progress(rid, server):
+            try:
+                scores = await score(self.http, server, text, rid, routes=self._sent_routes)
+            except ValueError as error:
+                if rid in self._aborted:  # by this client: not asked again
+                    raise EngineError(str(error)) from error
+                raise
+        serves_adapter = self._adapters is not None
+        return rechecked(scores, request, part, server, serves_adapter=serves_adapter)
 
     async def score_twice(self, request: Request, server: int) -> tuple[Segment, Rechecked]:
         """Sample tokens, then recheck the whole text on the same server."""
@@ -490,11 +494,9 @@ def most_answer_bytes(
     tokens = len(request.token_ids) + request.max_new_tokens
     num_bytes = bound_of_texts(tokens)
     if routes is not None:
-        num_bytes += int(
-            (tokens - request.rows_start) * routes.num_layers * routes.topk * _ID_BYTES
-        )
+        num_bytes += bound_of_routes(tokens - request.rows_start, routes)
         if index_topk is not None:  # ids of all rows, or bits
-            layer_bytes = max(index_topk * _ID_BYTES, num_words(tokens) * _WORD_BYTES)
+            layer_bytes = max(index_topk * ID_BYTES, num_words(tokens) * _WORD_BYTES)
             num_bytes += int(tokens * routes.num_layers * layer_bytes)
     if request.sampling.mask_vocab is not None:
         kept = request.sampling.top_k if request.sampling.top_k > 0 else request.sampling.mask_vocab

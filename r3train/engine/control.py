@@ -8,15 +8,16 @@ import secrets
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 
 from r3train.config.sources import raise_all
-from r3train.engine.answer import read_given
-from r3train.engine.backend import BadAnswer, EngineBusy, EngineError
+from r3train.engine.backend import BadAnswer, EngineError
 from r3train.engine.sglang_http import ASKED_AGAIN, SGLangHTTP, Tries
+from r3train.engine.score import GivenText, score
 from r3train.engine.refusals import refused, settings_of_a_server
 from r3train.types import CanaryScores, RouteShape, Scores
 
@@ -33,6 +34,7 @@ _LOADED, _UNLOADED = "it is already loaded", "does not exist"
 # waits until no request is in progress
 _FLUSH = "flush_cache?timeout=60"
 _ALIVE_EVERY_S = 0.5
+_CANARY = "of a canary"  # name of its text in messages
 
 
 def _label(version: int) -> dict[str, Any]:
@@ -451,44 +453,36 @@ class EngineControl:
         routes: RouteShape | None,
         halves: bool,
         adapter: str | None = None,
+        new_tokens: int = 0,
     ) -> CanaryScores:
         """Let a server score a text from its first token on, after twice from its middle on with ``halves``.
 
         key: the cache key of this text alone, by which nothing else can fill or use the cache.  routes: None where
-        servers return none.
+        servers return none.  new_tokens: that the server draws greedily after the whole text.
         """
-        half, keys = len(token_ids) // 2, [key]
+        rows_from, keys = None if routes is None else 0, [key]
+        whole = GivenText(token_ids, _CANARY, rows_from=rows_from, adapter=adapter)
+        half = replace(whole, log_probs_from=len(token_ids) // 2)
 
-        async def score(start: int) -> Scores:
-            body = {
-                "rid": f"r3train-probe-{secrets.token_hex(4)}.",
-                "input_ids": token_ids.tolist(),
-                "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
-                "return_logprob": True,
-                "logprob_start_len": start,
-                "return_routed_experts": routes is not None,
-                "extra_key": keys[-1],
-                **({} if adapter is None else {"lora_path": adapter}),
-            }
-            answer = await self._http.call(server, "/generate", body, what="canary")
-            try:
-                return read_given(answer, token_ids, start, body["rid"], routes=routes)
-            except (EngineBusy, ValueError) as error:
-                kind = EngineBusy if isinstance(error, EngineBusy) else BadAnswer
-                raise kind(f"canary: {self._http.urls[server]}: {error}") from None
+        async def ask(text: GivenText) -> Scores:
+            rid = f"r3train-probe-{secrets.token_hex(4)}."
+            with_key = replace(text, cache_key=keys[-1])
+            return await score(self._http, server, with_key, rid, routes=routes)
 
-        async def early() -> Scores:
+        async def ask_first() -> Scores:
             try:
-                return await score(half)
+                return await ask(half)
             except ASKED_AGAIN:
-                keys.append(f"{key}-try-{len(keys)}")  # this one may have filled the cache
+                keys.append(f"{key}-try-{len(keys)}")  # this try may have filled the cache
                 raise
 
-        def read(ask: Callable[[], Awaitable[Scores]]) -> Scores:
-            return self._run(Tries(self._http, "canary").answer(ask, server))
+        def scores(ask_once: Callable[[], Awaitable[Scores]]) -> Scores:
+            return self._run(Tries(self._http, f"sample {_CANARY}").answer(ask_once, server))
 
-        first, again = (read(early), read(partial(score, half))) if halves else (None, None)
-        return CanaryScores(first, again, read(partial(score, 0)))
+        early, warm = (scores(ask_first), scores(partial(ask, half))) if halves else (None, None)
+        return CanaryScores(
+            early, warm, scores(partial(ask, replace(whole, new_tokens=new_tokens)))
+        )
 
     def close(self) -> None:
         """Close the connections and end the thread. Idempotent."""

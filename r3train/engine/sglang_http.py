@@ -25,6 +25,7 @@ from r3train.engine.backend import (
     EngineUnreachable,
 )
 from r3train.engine.key import ENGINE_KEY_VARIABLE
+from r3train.types import RouteShape
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,7 @@ _DEATH_REPORT_S = 6.0
 # Bytes of an answer to a call about the server itself; one of checksums has 200 for each tensor.
 _MOST_BYTES = 64 << 20
 _BYTES_PER_TOKEN = 1024  # of an answer: id, log-prob, their numbers' digits
+ID_BYTES = 5.4  # in base64 of an id of an expert or of a token that was chosen, which is an int32
 _CHUNK_BYTES = 1 << 18
 # Parsing more than this in the event loop would hold the other requests up.
 _INLINE_PARSE_BYTES = 1 << 20
@@ -73,6 +75,11 @@ _PAYLOADS = ("routed_experts", "indexer_topk")
 def bound_of_texts(tokens: int) -> int:
     """Return the bytes that an answer about so many tokens never has, routes apart."""
     return tokens * _BYTES_PER_TOKEN + (1 << 20)
+
+
+def bound_of_routes(tokens: int, routes: RouteShape) -> int:
+    """Return the bytes in base64 that the rows of so many tokens never have."""
+    return int(tokens * routes.num_layers * routes.topk * ID_BYTES)
 
 
 def base_url(addr: str) -> str:
@@ -342,13 +349,15 @@ class Tries:
         """
         http, text, pause_s = self._http, str(error), 0.0
         http.on_failed_try()
+        if http.urls[server] not in text:
+            text += f" ({http.urls[server]})"
         if isinstance(error, EngineBusy):
             now = time.monotonic()
             self._first_busy = self._first_busy if self._busy else now
             pause_s = min(max(BUSY_S * 2**self._busy, error.retry_after_s), LONGEST_BUSY_S)
             self._busy += 1
             if now + pause_s - self._first_busy > http.request_timeout_s:
-                raise error
+                raise EngineBusy(text) from error
             text += f" (busy {self._busy} times)"
         else:
             self._bad += 1
@@ -360,9 +369,8 @@ class Tries:
                 kind = type(error) if isinstance(error, EngineError) else BadAnswer
                 raise kind(text) from error
         http.check_alive()
-        where = "" if http.urls[server] in text else f"{http.urls[server]}: "
         when = f" in {pause_s:g} s" if pause_s else ""
-        logger.warning("asked again%s: %s%s", when, where, text)
+        logger.warning("asked again%s: %s", when, text)
         await asyncio.sleep(pause_s)
 
 

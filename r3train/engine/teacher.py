@@ -11,9 +11,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from r3train.engine.answer import input_log_probs, meta_of
 from r3train.engine.backend import EngineError
-from r3train.engine.sglang_http import SGLangHTTP, bound_of_texts
+from r3train.engine.score import GivenText, score
+from r3train.engine.sglang_http import SGLangHTTP
 from r3train.types import RolloutSample
 
 logger = logging.getLogger(__name__)
@@ -67,31 +67,18 @@ class ServedTeacher:
     async def _scored(self, sample: RolloutSample, start: int) -> np.ndarray:
         """Log-probs of tokens ``start``.. of the sample, float32[T - start]; 0 for the first of them."""
         name = f"{sample.sample_id} (prompt {sample.prompt.prompt_id!r})"
-        body = {
-            "input_ids": sample.token_ids.tolist(),
-            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
-            "return_logprob": True,
-            "logprob_start_len": start,
-        }
+        text = GivenText(sample.token_ids, name, log_probs_from=start)
         for count in range(1, self._max_tries + 1):
             try:
                 rid = f"{self._name}-{sample.sample_id}-{next(self._requests)}."
                 async with self._slots:
-                    answer = await self._http.call(
-                        0,
-                        "/generate",
-                        {**body, "rid": rid},
-                        what=f"sample {name}",
-                        most_bytes=bound_of_texts(sample.num_tokens),
-                    )
-                meta = meta_of(answer, rid, name)
-                return input_log_probs(meta, sample.token_ids[start:], name)
-            except (EngineError, ValueError, TypeError, LookupError) as error:
-                text = f"teacher {self._http.urls[0]}: {error} (try {count} of {self._max_tries})"
+                    return (await score(self._http, 0, text, rid)).log_probs
+            except (EngineError, ValueError) as error:
+                words = f"teacher {self._http.urls[0]}: {error} (try {count} of {self._max_tries})"
                 if count == self._max_tries:
                     # no EngineError: a restart of the run's local servers would not fix it
-                    raise RuntimeError(text) from error
-                logger.warning("asked again: %s", text)
+                    raise RuntimeError(words) from error
+                logger.warning("asked again: %s", words)
             await asyncio.sleep(min(_PAUSE_S * 2 ** (count - 1), _LONGEST_PAUSE_S))
         raise AssertionError("max_tries is below 1")
 

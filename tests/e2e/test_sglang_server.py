@@ -131,6 +131,29 @@ def test_a_teachers_log_probs_equal_hf_with_and_without_a_cached_prompt(
         assert off.mean() > 0.1
 
 
+def test_a_text_goes_on_as_a_greedy_request_does_and_reads_the_same_again(
+    server, engine, at_version_zero
+):
+    prompt = prompt_of(4, 40)
+    greedy = SamplingParams(8, temperature=0.0, ignore_eos=True)
+    (sample,) = generate(server, [prompt], greedy)
+
+    def scores(text, new_tokens):
+        options = dict(server=0, routes=ROUTES, halves=True, new_tokens=new_tokens)
+        return engine.read_canary(text, f"key-{len(text)}", **options)
+
+    drawn = scores(prompt.token_ids, 8)
+    assert drawn.whole.sampled.tolist() == sample.token_ids[40:].tolist()
+    assert (drawn.early.log_probs.shape, drawn.early.sampled.shape) == ((20,), (0,))
+    assert (drawn.early.cached_tokens, drawn.whole.cached_tokens) == (0, 0)
+    assert drawn.warm.cached_tokens and drawn.whole.weight_version == "0"
+    np.testing.assert_allclose(drawn.whole.log_probs[40:], sample.rollout_log_probs[40:], atol=1e-5)
+    np.testing.assert_array_equal(drawn.whole.rows, sample.routed_experts)
+    again = scores(sample.token_ids, 0).whole
+    np.testing.assert_allclose(again.log_probs, drawn.whole.log_probs, atol=1e-4)
+    np.testing.assert_array_equal(np.sort(again.rows, -1), np.sort(drawn.whole.rows, -1))
+
+
 def test_a_response_ends_at_eos_at_a_stop_token_or_at_its_length(server, at_version_zero):
     long = SamplingParams(300, stop_token_ids=(EOS, *range(100, 200)))
     samples = generate(server, [prompt_of(1)] * 16, long)

@@ -1,11 +1,14 @@
 """A good answer about a text that was given to a server, and everything that can be wrong with one."""
 
 import copy
+import doctest
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from r3train.engine.answer import read_given
+from r3train.engine import score
+from r3train.engine.score import GivenText, read_scores
 from r3train.types import RouteShape
 from tests.wire_encoding import encode_routed_experts
 
@@ -26,8 +29,82 @@ GOOD = {
 }
 
 
-def read(answer, start=2):
-    return read_given(answer, TEXT, start, "r.", routes=RouteShape(2, 2, 8))
+SHAPE = RouteShape(2, 2, 8)
+ASKED = GivenText(TEXT, "of a canary", log_probs_from=2, rows_from=0)
+# the same text, after which two tokens were drawn
+ASKED_ON = replace(ASKED, new_tokens=2)
+ROUTES_ON = np.concatenate([ROUTES, ROUTES[:2]])
+DRAWN = {
+    "completion_tokens": 2,
+    "finish_reason": {"type": "length", "length": 2},
+    "output_token_logprobs": [[-0.25, 3, None], [-2.5, 0, None]],
+    "routed_experts": encode_routed_experts(ROUTES_ON),
+}
+GOOD_ON = {"output_ids": [3, 0], "meta_info": GOOD["meta_info"] | DRAWN}
+
+
+def read(answer, text=ASKED):
+    return read_scores(answer, text, "r.", routes=SHAPE)
+
+
+def test_the_example_of_the_page_holds():
+    assert doctest.testmod(score).failed == 0
+
+
+def test_drawn_tokens_have_log_probs_and_rows_like_the_given_ones():
+    scores = read(GOOD_ON, ASKED_ON)
+    assert scores.sampled.tolist() == [3, 0] and scores.sampled.dtype == np.int32
+    assert scores.log_probs.tolist() == [0, -0.5, -1.5, -0.25, -2.5]
+    np.testing.assert_array_equal(scores.rows, ROUTES_ON)
+    later = read_scores(GOOD_ON, replace(ASKED_ON, rows_from=None), "r.")
+    assert later.rows.shape == (6, 0, 0)
+
+
+def test_a_request_asks_for_what_is_read():
+    body = replace(ASKED_ON, rows_from=3, cache_key="mine", adapter="a").body("r.")
+    params = {"max_new_tokens": 2, "temperature": 0.0, "ignore_eos": True}
+    assert body["sampling_params"] == params and body["input_ids"] == TEXT.tolist()
+    assert (body["rid"], body["logprob_start_len"], body["routed_experts_start_len"]) == (
+        "r.",
+        2,
+        3,
+    )
+    assert (body["extra_key"], body["lora_path"]) == ("mine", "a")
+    plain = GivenText(TEXT, "t").body("r.")
+    assert plain["sampling_params"] == {"max_new_tokens": 0, "temperature": 1.0}
+    assert not plain.keys() & {"extra_key", "lora_path", "return_routed_experts"}
+    assert (
+        ASKED_ON.most_bytes(SHAPE) > ASKED.most_bytes(SHAPE) > GivenText(TEXT, "t").most_bytes(None)
+    )
+
+
+@pytest.mark.parametrize(
+    "output_ids, changes, words",
+    [
+        ([3], {}, "1 output_ids, expected 2"),
+        ([3, 0, 1], {"completion_tokens": 3}, "completion_tokens is 3, expected 2"),
+        ([3, 0], {"completion_tokens": 1}, "completion_tokens is 1, expected 2"),
+        ([3, True], {}, "output_ids is no list"),
+        (None, {}, "output_ids is no list"),
+        ([3, -1], {}, "output token 1 is -1"),
+        ([3, 0], {"finish_reason": {"type": "stop", "matched": 0}}, "'stop'.*, expected length 2"),
+        (
+            [3, 0],
+            {"finish_reason": {"type": "length", "length": 3}},
+            "'length': 3.*expected length 2",
+        ),
+        ([3, 0], {"finish_reason": {"type": "abort"}}, "aborted"),
+        ([3, 0], {"output_token_logprobs": None}, "None log-probs for 2 tokens"),
+        ([3, 0], {"output_token_logprobs": [[-1, 3], [-1, 4]]}, "log-prob 1 is of token 4"),
+        ([3, 0], {"output_token_logprobs": [[-1, 3], [0.5, 0]]}, "log-prob 1 is 0.5"),
+        ([3, 0], {"routed_experts": encode_routed_experts(ROUTES)}, "64 bytes, expected 96"),
+    ],
+)
+def test_drawn_tokens_that_do_not_fit_are_refused(output_ids, changes, words):
+    answer = copy.deepcopy(GOOD_ON) | {"output_ids": output_ids}
+    answer["meta_info"].update(changes)
+    with pytest.raises(ValueError, match=f"^sample of a canary.*{words}"):
+        read(answer, ASKED_ON)
 
 
 def test_log_probs_begin_at_the_asked_token_and_rows_at_the_first():

@@ -36,7 +36,15 @@ def scored(body: dict) -> dict:
     start = body["logprob_start_len"]
     entries = [[10.0 - i, i, None] for i in body["input_ids"][start:]]
     entries[0][0] = None
-    return {"meta_info": {"id": body["rid"], "input_token_logprobs": entries}}
+    meta = {
+        "id": body["rid"],
+        "finish_reason": {"type": "length", "length": 0},
+        "prompt_tokens": len(body["input_ids"]),
+        "completion_tokens": 0,
+        "cached_tokens": start,
+        "input_token_logprobs": entries,
+    }
+    return {"meta_info": meta}
 
 
 async def scores(_request, body):
