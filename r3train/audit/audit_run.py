@@ -175,7 +175,7 @@ class _RunAudit:
         self._canaries: Counter[str] = Counter()
         self._canary: ServedLine | None = None  # the last one
         self._largest_gap = 0.0  # mean of a server's canaries
-        self._has_canaries: dict[str, bool] = {}  # by start
+        self._has_canaries: dict[str, bool] = {}  # of each start's first verdict
         self._rows_expected = 0
         self._replayed: Counter[str] = Counter()  # replayed rows by stream
         # by layer, see ``_Step.agreement_counts``
@@ -347,13 +347,12 @@ class _RunAudit:
         """Find what is wrong with one time that a step was trained, and add it to the sums if it counts."""
         findings, line, verdict = list(_findings(step)), step.line, step.verdict
         self._add_canaries(step.canaries)
-        if self._has_canaries.setdefault(line.attempt, line.served is not None) != (
-            line.served is not None
-        ):
-            what = (
-                "the run's own verdict on canaries is missing, here or at the start's other steps"
-            )
+        # later updates are judged as --r3-canary-share allows
+        has_canaries = line.served is not None
+        if has_canaries and not self._has_canaries.setdefault(line.attempt, has_canaries):
+            what = "the run's own verdict on canaries is missing at the start's first step"
             findings.append(step.finding(SERVED, what))
+        self._has_canaries.setdefault(line.attempt, has_canaries)
         if line.custody is not None or step.sessions:
             self.audit.claims.setdefault(CUSTODY, NO_EVIDENCE)
         if step.lost:

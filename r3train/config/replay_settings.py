@@ -97,8 +97,11 @@ class ReplaySection(Section):
     to compare rows and log-probs with those delivered; 0 is off.  Its former name is r3_audit_share."""
     r3_canaries: int = Field(default=1024, ge=0)
     """With the check on, or --check-weight-update-equal: tokens of fixed texts, two at least, that every server and
-    the actor score after every weight update, before a rollout is sent; the run ends where they disagree (docs/proof/r3.md).
+    the actor score after weight updates, before the next training; the run ends where they disagree (docs/proof/r3.md).
     0 is off."""
+    r3_canary_share: float = Field(default=0.02, ge=0, le=1)
+    """Share of the time that canaries may take, of servers and actor together: it decides which updates are judged.  The
+    first two of a start, and those after a restart of servers, are judged in any case; with 1 or ci_test all are."""
     r3_suspect_limit: float = Field(default=5.0, ge=0)
     """With the check on: a statistic of the proof that stays above twice the usual is suspect, with a warning for each
     step, and ends the run when its suspicion, which grows by 1 a step at most, reaches this.  0: never; with ci_test 1.

@@ -153,6 +153,11 @@ class RunConfig(Section):
         return 1.0 if self.trainer.ci_test else self.replay.r3_suspect_limit
 
     @property
+    def canary_share(self) -> float:
+        """r3_canary_share; with ci_test every update is judged."""
+        return 1.0 if self.trainer.ci_test else self.replay.r3_canary_share
+
+    @property
     def canaries(self) -> int:
         """r3_canaries; 0 without the R3 check or check_weight_update_equal, and where servers cannot say what the actor says.
 

@@ -178,16 +178,26 @@ class EngineControl:
         if self._check_alive is not None:
             self._check_alive()
 
-    def _run(self, call: Coroutine[Any, Any, T]) -> T:
-        """Wait for the call's result; raise EngineDied if a server ends or hangs meanwhile."""
+    def begin(self, call: Coroutine[Any, Any, T]) -> Callable[[], T]:
+        """Begin a call of this object's coroutines; the returned function waits for its result.
+
+        It raises EngineDied if a server ends or hangs meanwhile.
+        """
         pending = asyncio.run_coroutine_threadsafe(call, self._loop)
-        while not wait([pending], timeout=_ALIVE_EVERY_S).done:
-            try:
-                self.check_alive()
-            except EngineError:
-                pending.cancel()
-                raise
-        return pending.result()
+
+        def result() -> T:
+            while not wait([pending], timeout=_ALIVE_EVERY_S).done:
+                try:
+                    self.check_alive()
+                except EngineError:
+                    pending.cancel()
+                    raise
+            return pending.result()
+
+        return result
+
+    def _run(self, call: Coroutine[Any, Any, T]) -> T:
+        return self.begin(call)()
 
     def _post(self, name: str, body: Mapping[str, Any] | None = None, *, done: str = "") -> None:
         """Make SGLang's call of this name on every server; done: see ``Tries.answer``."""
@@ -444,7 +454,7 @@ class EngineControl:
         body = {"action": "checksum"}
         return self._run(self._http.ask_all("weights_checker", body, read=_checksums))
 
-    def read_canary(
+    async def read_canary(
         self,
         token_ids: np.ndarray,
         key: str,
@@ -455,7 +465,7 @@ class EngineControl:
         adapter: str | None = None,
         new_tokens: int = 0,
     ) -> CanaryScores:
-        """Let a server score a text from its first token on, after twice from its middle on with ``halves``.
+        """Let a server score a text from its first token on, after twice from its middle on with ``halves``; see ``begin``.
 
         key: the cache key of this text alone, by which nothing else can fill or use the cache.  routes: None where
         servers return none.  new_tokens: that the server draws greedily after the whole text.
@@ -476,22 +486,32 @@ class EngineControl:
                 keys.append(f"{key}-try-{len(keys)}")  # this try may have filled the cache
                 raise
 
-        def scores(ask_once: Callable[[], Awaitable[Scores]]) -> Scores:
-            return self._run(Tries(self._http, f"sample {_CANARY}").answer(ask_once, server))
+        def scores(ask_once: Callable[[], Awaitable[Scores]]) -> Awaitable[Scores]:
+            return Tries(self._http, f"sample {_CANARY}").answer(ask_once, server)
 
-        early, warm = (scores(ask_first), scores(partial(ask, half))) if halves else (None, None)
-        return CanaryScores(
-            early, warm, scores(partial(ask, replace(whole, new_tokens=new_tokens)))
-        )
+        early = warm = None
+        if halves:
+            early = await scores(ask_first)
+            warm = await scores(partial(ask, half))
+        longer = replace(whole, new_tokens=new_tokens)
+        return CanaryScores(early, warm, await scores(partial(ask, longer)))
 
     def close(self) -> None:
         """Close the connections and end the thread. Idempotent."""
         if self._loop.is_closed():
             return
-        self._run(self._http.aclose())
+        self._run(self._end())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=10)
         self._loop.close()
+
+    async def _end(self) -> None:
+        """Cancel calls that nobody waits for, such as canaries of a run that stops."""
+        calls = asyncio.all_tasks() - {asyncio.current_task()}
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+        await self._http.aclose()
 
     def __enter__(self) -> EngineControl:
         return self

@@ -74,6 +74,11 @@ class ProducerState:
     samples: list[Scored]
     facts: dict[str, Any]
 
+    def without_samples(self) -> ProducerState:
+        """The same groups, all of which are generated again."""
+        groups = [{**group, "places": []} for group in self.facts["groups"]]
+        return ProducerState([], {**self.facts, "groups": groups})
+
 
 class GroupBuffer:
     """Groups from submission to training; ``start_rollout`` is the first that is trained.

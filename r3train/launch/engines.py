@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -346,31 +346,41 @@ class Engines(RolloutFleet):
         version: int,
         *,
         halves: int,
+        drawn: int,
         at_once: int,
-    ) -> dict[int, list[CanaryScores]]:
-        """Let every server in use score texts, ``at_once`` at a time; {server: of each text}.
+    ) -> Callable[[], tuple[dict[int, list[CanaryScores]], float]]:
+        """Let every server in use score texts, ``at_once`` at a time.
 
-        keys: the cache key of each text; halves: so many of the first texts are also read from the middle.  A server that does not hold ``version`` is not in use.
+        keys: the cache key of each text; halves: so many of the first texts are also read from the middle; drawn: tokens
+        that a server draws after each.  A server that does not hold ``version`` is not in use.  The result waits for
+        {server: scores of each text} and the seconds that they took.
         """
         servers = self._versions.holders(version)
 
-        def read(place: tuple[int, int]) -> CanaryScores:
-            server, i = place
-            return self._control.read_canary(
-                texts[i],
-                keys[i],
-                server=server,
-                routes=self._route_shape,
-                halves=i < halves,
-                adapter=self._newest_adapter,
-            )
+        async def server_scores(server: int) -> list[CanaryScores]:
+            slots = asyncio.Semaphore(at_once)
 
-        def server_scores(server: int) -> list[CanaryScores]:
-            with ThreadPoolExecutor(at_once) as pool:
-                return list(pool.map(read, [(server, i) for i in range(len(texts))]))
+            async def read(i: int) -> CanaryScores:
+                async with slots:
+                    return await self._control.read_canary(
+                        texts[i],
+                        keys[i],
+                        server=server,
+                        routes=self._route_shape,
+                        halves=i < halves,
+                        new_tokens=drawn,
+                        adapter=adapter,
+                    )
 
-        with ThreadPoolExecutor(len(servers)) as pool:
-            return dict(zip(servers, pool.map(server_scores, servers), strict=True))
+            return list(await asyncio.gather(*map(read, range(len(texts)))))
+
+        async def all_scores() -> tuple[dict[int, list[CanaryScores]], float]:
+            began = time.monotonic()
+            every = await asyncio.gather(*map(server_scores, servers))
+            return dict(zip(servers, every, strict=True)), time.monotonic() - began
+
+        adapter = self._newest_adapter
+        return self._control.begin(all_scores())
 
     @property
     def _newest_adapter(self) -> str | None:

@@ -144,12 +144,16 @@ class AsyncLoop:
         try:
             return self._run(start_rollout_id)
         except NotServed as error:
-            # with servers that went on nobody knows which answers in the buffer are theirs
-            canaries = self._canaries
-            went_on = canaries is not None and (canaries.beside_generation or canaries.in_turns)
-            if error.version > start_rollout_id and not went_on:
+            # at its update with --colocate the actor is away, and was saved before
+            if error.version > start_rollout_id and (
+                error.sampled or not self.config.rollout.colocate
+            ):
                 what = "a server does not compute what the actor computes"
-                self.run_state.save_failed(error.version, str(error), what)
+                if error.sampled:  # nobody knows which answers are that server's
+                    self.run_state.put_back()
+                self.run_state.save_failed(
+                    error.version, str(error), what, keeps_samples=not error.sampled
+                )
             if self.rank_zero is None:
                 host_barrier()  # rank 0 ends the job with the verdict, and would be hidden
             raise
@@ -169,7 +173,11 @@ class AsyncLoop:
                 run_state.save_stopped(rollout_id)
                 return rollout_id
             with clock.phase("train"):
+                self._turns.actor_onloads()
+            served = self._judge_canaries(rollout_id, clock, taken.metrics)
+            with clock.phase("train"):
                 trained, verdict, metrics = self._train(rollout_id, taken)
+                metrics |= served
                 report = partial(self._report, rollout_id, metrics)
                 settle(rollout_id, trained, verdict, run_state, report)
             with clock.phase("eval_wait"):
@@ -188,6 +196,8 @@ class AsyncLoop:
             self._save_the_last(num_rollout, evaluates=not stopping)
         self._end_evaluation()
         self._turns.end()
+        # of an evaluation of the last weights
+        self._judge_canaries(num_rollout, PhaseClock(), {})
         host_barrier()
         if self._recovery.fatal is not None:
             raise self._recovery.fatal
@@ -207,24 +217,32 @@ class AsyncLoop:
         self._update.set_source(self._source)
         self._begin_evaluation(rollout_id, at_start=True)
 
+    def _judge_canaries(
+        self, weight_version: int, clock: PhaseClock, metrics: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Judge what servers said of canaries under the weights that train next; returns metrics.
+
+        Raises NotServed, after ``metrics`` of the rollout are written.
+        """
+        if self._canaries is None:
+            return {}
+        try:
+            with clock.phase("canaries"):
+                return self._canaries.judge(weight_version)
+        except NotServed as error:
+            self._report(weight_version, {**metrics, **error.metrics})
+            raise
+
     def _train(
         self, rollout_id: int, taken: Taken
     ) -> tuple[Trained, StepVerdict | None, dict[str, Any]]:
         """Train a rollout and prove its replay; returns (what became of it, verdict, metrics)."""
         checked = self._proof.is_due(rollout_id)
         self.actor.check_replay(checked)
-        self._turns.actor_onloads()
         if self.rank_zero is not None:
             self.rank_zero.display.train_update("training")
-        served = {}
-        if self._canaries is not None and self._canaries.in_turns:
-            try:
-                served = self._canaries.judge_turn(rollout_id)
-            except NotServed as error:
-                self._report(rollout_id, {**taken.metrics, **error.metrics})
-                raise
         trained = train_rollout(rollout_id, taken, self.config, self.actor, self._topologies)
-        metrics, verdict = {**taken.metrics, **served, **trained.metrics}, None
+        metrics, verdict = {**taken.metrics, **trained.metrics}, None
         if not trained.first_step_done:
             return trained, None, metrics
         if checked:

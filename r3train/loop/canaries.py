@@ -1,16 +1,16 @@
-"""Canaries: fixed texts that every server and the actor score after every weight update (the claim *served*).
+"""Canaries: fixed texts that every server and the actor score after weight updates (the claim *served*).
 
 At every start 8 texts are made and read, with the weights that servers and actor begin with, alone, four and eight at
 once: this measures the noise of sound readings.  The first few of them, of --r3-canaries tokens together, are the canaries; a
 checkpoint keeps these, and what the first start read of them.
 
-    update    rank 0: every server reads each canary, and one of them twice more for its cache, before a rollout is sent
-              all ranks: one pass of the actor with the servers' experts, and its own choice next to them
-              rank 0: the verdict, its evidence; all ranks end where it failed
+    after an update    rank 0: canaries are sent with the first requests of the new weights.  Every server reads each of
+                       them and draws eight tokens after it; one is read twice more, for the cache.  Nothing waits for this
+    before training    all ranks: one pass of the actor with the servers' experts, and its own choice next to them
+                       rank 0: the verdict, its evidence; all ranks end where it failed
 
-With --pause-generation-mode in_place or retract servers are paused during the update.  There canaries are scored right after it,
-while generation goes on.  With --colocate servers read them at the beginning of their turn, and the actor and the verdict follow in its next turn,
-before it trains.
+The first two updates of a start are judged, those after a restart, and then as many as --r3-canary-share of the time pays for.
+What a server holds is judged at every update, by its checksums (``held_weights``).
 
 Without --use-rollout-routing-replay there are no experts to compare: readings are log-probs alone, and the actor routes for itself.
 """
@@ -21,9 +21,8 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, KW_ONLY
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,9 +72,12 @@ _LEAST_MEAN, _LEAST_MEAN_HALF = 1e-6, 1e-3
 # so many times the noise of the checkpoint's machine is said
 _OTHER_MACHINE = 4.0
 _FEWEST, _LONGEST = 2, 512  # canaries, and tokens of one
+_DRAWN = 8  # tokens that a server draws after each
+# updates after a start or a restart that are judged whatever it costs
+_FIRST_UPDATES = 2
 # canaries by which EARLY and WARM try a server's cache: it is flushed as a whole
 _HALVED = 1
-_LIVE_EVERY = 8  # every 8th version also a pass without replay, for metrics only
+_LIVE_EVERY = 8  # every 8th judgement also a pass without replay, for metrics only
 _SPARE_TOKENS = 8  # of the context, for what servers keep back
 # nats: |actor - server| of one token where an expert that is nearly chosen takes another's place, which replay prevents
 _GAP_OF_OTHER_EXPERTS = 0.5
@@ -83,11 +85,14 @@ _PASS = "old_log_prob"
 
 
 class NotServed(AssertionError):
-    """A server does not compute what the actor computes.  metrics: of the update to ``version``, on rank 0."""
+    """A server does not compute what the actor computes.
 
-    def __init__(self, text: str, version: int, metrics: dict[str, Any]):
+    metrics: of ``version``, on rank 0; sampled: such servers have sampled since the update.
+    """
+
+    def __init__(self, text: str, version: int, metrics: dict[str, Any], *, sampled: bool = False):
         super().__init__(text)
-        self.version, self.metrics = version, metrics
+        self.version, self.metrics, self.sampled = version, metrics, sampled
 
 
 @dataclass(eq=False)
@@ -107,7 +112,7 @@ class Canaries:
     _: KW_ONLY
     resumed: Path | None = None
 
-    ready: bool = field(default=False, init=False)  # they are known: updates judge them
+    ready: bool = field(default=False, init=False)  # the noise is measured: updates are judged
 
     def __post_init__(self) -> None:
         self._texts: list[np.ndarray] = []
@@ -116,23 +121,20 @@ class Canaries:
         # gap_mean of the start that the checkpoint tells of
         self._noise_before: float | None = None
         self._suspicions = Suspicions(self.config.suspect_limit)
-        self._are_twins = True  # servers were never restarted
         self._first: dict[int, ServerRead] = {}  # at the start, by server
         self._last: dict[int, ServerRead] = {}
         self._live: dict[int, list[np.ndarray]] = {}  # the actor by its own routers, by server
         self._records: dict[int, list[ServedRecord]] = {}  # by weight version
         self._name = f"r3train-canary-{secrets.token_hex(4)}"
-        # servers are paused during an update, and read canaries after it
-        self.beside_generation = self.config.rollout.pause_generation_mode in (
-            "in_place",
-            "retract",
-        )
-        self.in_turns = self.config.rollout.colocate
         self._replays = self.config.replay.use_rollout_routing_replay
         # layers whose experts are compared
         self._moe_layers = self.hf.moe_layer_numbers if self._replays else ()
-        self._unjudged: dict[int, list[CanaryScores]] = {}  # rank 0: scores not judged yet
-        self._seconds = 0.0  # of servers, for these
+        # rank 0: canaries that were sent, and their scores once they have come
+        self._sent: Callable[[], tuple[dict[int, list[CanaryScores]], float]] | None = None
+        self._unjudged: dict[int, list[CanaryScores]] = {}
+        self._judgements = 0
+        self._owed = _FIRST_UPDATES  # updates to be judged in any case
+        self._seconds = self._judged_at = 0.0  # of the last judgement
         # rank 0: texts, and the scores of each server in the readings of the start
         self._begun: tuple[list[np.ndarray], list[dict[int, list[CanaryScores]]]] | None = None
         path = self.resumed and self.resumed / CANARY_FILE
@@ -145,16 +147,18 @@ class Canaries:
         """Make the texts and measure the noise, while servers and actor hold the weights that this start begins with."""
         with rank_zero_alone():
             if self.rank_zero is not None:
+                if any(len(text) > self._longest for text in self._texts):
+                    self._texts, self._first = [], {}  # the settings leave them no room now
                 texts = list(self._texts)
                 more = max(_NOISE_TEXTS, self._count) - len(texts)
                 if more > 0:
                     texts += self.rank_zero.engines.canary_texts(more, self._longest)
                 readings = [
-                    self._ask(texts, version, at_once=at_once, reading=i)
+                    self._ask(texts, version, at_once=at_once, reading=i)()[0]
                     for i, at_once in enumerate(_BATCHES)
                 ]
                 self._begun = texts, readings
-        if not self.in_turns:
+        if not self.config.rollout.colocate:  # else in the actor's first turn
             self._measure(version)
 
     def _measure(self, version: int) -> None:
@@ -174,7 +178,7 @@ class Canaries:
             failed = self._judge(version, kept_reads, kept_log_probs, kept_router)
             self._first = self._first or dict(self._last)
             self._say_what_they_show(version)
-        self.ready = True
+        self.ready, self._judged_at = True, time.monotonic()
         self._end_if(failed, version, {})
 
     def _measured(
@@ -187,15 +191,11 @@ class Canaries:
     ) -> CanaryNoise:
         """Rank 0: the noise of readings and of passes of the actor, from those that were made several times."""
         family, reads = FAMILIES[self.hf.model_type], readings[0]
-        gaps = np.concatenate(
-            [ServerRead(version, s, reads[s], actor_log_probs[s]).gaps() for s in reads]
-        )
+        server_gaps = [ServerRead(version, s, reads[s], actor_log_probs[s]).gaps() for s in reads]
+        gaps, drawn_gaps = (np.concatenate(parts) for parts in zip(*server_gaps))
         leader = next(iter(reads))
-        again, *batches = ([self._apart(reads[s], of[s]) for s in reads] for of in readings[1:])
-        batches = list(chain.from_iterable(batches))
-        if self.beside_generation:  # updates read canaries in batches with other requests
-            again += batches
-        twins = [self._apart(reads[leader], reads[s]) for s in reads]
+        again = [self._apart(reads[s], others[s]) for others in readings[1:] for s in reads]
+        servers = [self._apart(reads[leader], reads[s]) for s in reads]
         actor_pairs = [
             pair for s in reads for pair in zip(actor_log_probs[s], repeated[s], strict=True)
         ]
@@ -205,9 +205,9 @@ class Canaries:
             gap_floor = _GAP_OF_OTHER_EXPERTS
         return CanaryNoise(
             repeat=max(again, key=_size),
-            batches=max(batches, key=_size),
-            twins=max(twins, key=_size),
+            servers=max(servers, key=_size),
             gap_mean=float(gaps.mean()),
+            decoded_mean=float(drawn_gaps.mean()),
             gap_max=float(gaps.max()),
             gap_floor=gap_floor,
             least_mean=_LEAST_MEAN if float32 else _LEAST_MEAN_HALF,
@@ -226,12 +226,10 @@ class Canaries:
     def _longest(self) -> int:
         """Tokens of a canary: all are as long."""
         trainer, cp = self.config.trainer, self.config.parallel.context_parallel_size
-        return min(
-            _LONGEST,
-            self.config.canaries // _FEWEST,
-            context_len(self.config, self.hf) - _SPARE_TOKENS,
-            trainer.max_tokens_per_gpu * cp,
+        room = min(
+            context_len(self.config, self.hf) - _SPARE_TOKENS, trainer.max_tokens_per_gpu * cp
         )
+        return min(_LONGEST, self.config.canaries // _FEWEST, room - _DRAWN)
 
     @property
     def _count(self) -> int:
@@ -270,58 +268,56 @@ class Canaries:
 
     # -- an update ---------------------------------------------------------------------------
 
+    def send(self, version: int) -> None:
+        """Rank 0: send every server the canaries, if this update is judged; ``wait`` has their scores."""
+        self._sent, self._unjudged = None, {}
+        if self.ready and self._is_due():
+            self._sent = self._ask(self._texts, version)
+
+    def _is_due(self) -> bool:
+        """True for the first updates, and where the last judgement was paid for by the time since."""
+        share, since = self.config.canary_share, time.monotonic() - self._judged_at
+        return self._owed > 0 or share == 1 or self._seconds <= share * since
+
+    def wait(self) -> None:
+        """Rank 0: wait for the scores of what was sent; raises the servers' errors."""
+        if self._sent is not None:
+            self._unjudged, self._seconds = self._sent()
+            self._sent = None
+
     def judge(self, version: int) -> dict[str, Any]:
-        """Rank 0: have every server and the actor score the canaries; returns metrics.
+        """Have the actor, which holds ``version``, score what servers scored; returns metrics on rank 0.
 
-        The other ranks call ``join``.  Raises NotServed on all ranks.
-        """
-        self.ask(version)
-        broadcast_json(True)
-        return self._settle(version)
-
-    def ask(self, version: int) -> None:
-        """Rank 0: have every server score the canaries."""
-        began = time.monotonic()
-        self._unjudged = self._ask(self._texts, version)
-        self._seconds = time.monotonic() - began
-
-    def judge_turn(self, version: int) -> dict[str, Any]:
-        """With --colocate have the actor score what servers scored in their turn; returns metrics on rank 0.
-
-        A collective.  Raises NotServed on all ranks.
+        A collective, before the actor trains.  Nothing where servers were sent no canaries.  Raises NotServed on all ranks.
         """
         if not self.ready:
             self._measure(version)
-            return {}
-        return self._settle(version) if broadcast_json(bool(self._unjudged)) else {}
+        elif broadcast_json(bool(self._unjudged)):
+            return self._settle(version)
+        # judged at the start, if at all
+        return served_metrics(self._records[version]) if version in self._records else {}
 
     def _settle(self, version: int) -> dict[str, Any]:
         began, failed, metrics = time.monotonic(), "", {}
         reads, self._unjudged = self._unjudged, {}
-        actor_log_probs, router = self._actor_reads(
-            self._texts, reads, version, live=_is_live(version)
-        )
+        live = self._judgements % _LIVE_EVERY == 0
+        actor_log_probs, router = self._actor_reads(self._texts, reads, version, live=live)
         if self.rank_zero is not None:
             failed = self._judge(version, reads, actor_log_probs, router)
             metrics = served_metrics(self._records[version])
-            metrics["perf/canaries_s"] = self._seconds + time.monotonic() - began
+            metrics["perf/canary_answers_s"] = self._seconds
+            self._judged_at = time.monotonic()
+            self._seconds += self._judged_at - began
+        self._judgements, self._owed = self._judgements + 1, self._owed - 1
         self._end_if(failed, version, metrics)
         return metrics
 
-    def skip(self) -> None:
-        """Rank 0: nothing was sent, so let the other ranks go on."""
-        broadcast_json(False)
-
-    def join(self, version: int) -> None:
-        """Other ranks: take part in rank 0's ``judge``, or its ``skip``."""
-        if broadcast_json(None):
-            self._settle(version)
-
     def _ask(
         self, texts: Sequence[np.ndarray], version: int, *, at_once: int = 1, reading: int = 0
-    ) -> dict[int, list[CanaryScores]]:
-        """Rank 0: every server's readings, of ``at_once`` texts at a time.
+    ) -> Callable[[], tuple[dict[int, list[CanaryScores]], float]]:
+        """Rank 0: have every server read, ``at_once`` texts at a time.
 
+        The result waits for the scores, and for the seconds that servers took.
         Each text has a key of its own, the same under all versions where an update must flush the cache, and others in
         each ``reading`` of a version, so that nothing is cached.
         """
@@ -330,7 +326,7 @@ class Canaries:
             name += f"-{version}"
         keys = [f"{name}-{i}" for i in range(len(texts))]
         return self.rank_zero.engines.read_canaries(
-            texts, keys, version, halves=_HALVED, at_once=at_once
+            texts, keys, version, halves=_HALVED, drawn=_DRAWN, at_once=at_once
         )
 
     def _judge(
@@ -342,19 +338,17 @@ class Canaries:
     ) -> str:
         """Rank 0: the verdict on all servers, written as evidence; returns what failed."""
         now = {s: ServerRead(version, s, reads[s], actor_log_probs[s]) for s in reads}
-        records, leader = [], next(iter(now))
+        records = []
         for server, read in now.items():
             last, first = self._last.get(server), self._first.get(server)
             first = first or next(iter(self._first.values()), None)
             earlier = [r for r in (last, first) if r is not None and r.version < version]
             if len(earlier) == 2 and earlier[0].version == earlier[1].version:
                 del earlier[1]
-            twins = [now[leader]] if server != leader and self._are_twins else []
             records.append(
                 compare_servers(
                     read,
                     earlier,
-                    twins,
                     texts=self._texts,
                     cached=self._cached,
                     router=router[server],
@@ -386,11 +380,11 @@ class Canaries:
         """Raise NotServed on all ranks where rank 0 says what failed; a collective."""
         failed = broadcast_json(failed)
         if failed:
-            raise NotServed(f"not served: {failed}", version, metrics)
+            raise NotServed(f"not served: {failed}", version, metrics, sampled=True)
 
     def restarted(self) -> None:
-        """Note that servers were restarted, perhaps on other machines: their bits may be others from now on."""
-        self._are_twins = False
+        """Note that servers were restarted: their next updates are judged."""
+        self._owed = _FIRST_UPDATES
 
     @property
     def last_reads(self) -> list[tuple[ServerRead, list[np.ndarray] | None]]:
@@ -414,23 +408,25 @@ class Canaries:
         *,
         live: bool = False,
     ) -> tuple[dict[int, list[np.ndarray]], dict[int, tuple[int, int]]]:
-        """Score the texts with the experts that each server chose; servers that chose alike share a pass's samples.
+        """Score the texts and what was drawn after them with the experts that each server chose.
 
-        live: also by the actor's own routers, for the budget of the gap.
-        Returns on rank 0, by server, float32[T] of each text (entry 0 is 0), and the rows of the actor with those
-        whose own choice was another.
+        Servers that chose alike share a pass's samples.  live: also by the actor's own routers, for the budget of the gap.
+        Returns on rank 0, by server, float32[T + n] of each text of T tokens and the n drawn ones (entry 0 is 0), and the
+        rows of the actor with those whose own choice was another.
         """
         live &= self._replays
         sharing: dict[bytes, list[int]] = {}
         for server, scores in reads.items():
-            sharing.setdefault(b"".join(r.whole.rows.tobytes() for r in scores), []).append(server)
+            chosen = b"".join(r.whole.rows.tobytes() + r.whole.sampled.tobytes() for r in scores)
+            sharing.setdefault(chosen, []).append(server)
         groups = list(sharing.values())
         log_probs, router = {}, {}
         self._live.clear()
         for i in range(broadcast_json(len(groups))):
             scores = reads[groups[i][0]] if groups else []
+            drawn = [np.concatenate([t, s.whole.sampled]) for t, s in zip(texts, scores)]
             rows = [s.whole.rows if self._replays else None for s in scores]
-            found, by_own_routers, counts = self._pass(texts, rows, version, live)
+            found, by_own_routers, counts = self._pass(drawn, rows, version, live)
             for server in groups[i] if groups else ():
                 log_probs[server], router[server] = found, counts
                 if live:
@@ -505,6 +501,7 @@ class Canaries:
                 part = getattr(scores, name)
                 tensors[f"{name}.{i}.log_probs"] = part.log_probs
                 tensors[f"{name}.{i}.rows"] = np.ascontiguousarray(part.rows)
+            tensors[f"sampled.{i}"] = scores.whole.sampled
             tensors[f"actor.{i}"] = np.ascontiguousarray(actor_log_probs)
         facts = {
             "cached": self._cached,
@@ -537,7 +534,10 @@ class Canaries:
                 if name != "whole" and i >= len(self._cached):
                     return None
                 log_probs, rows = tensors[f"{name}.{i}.log_probs"], tensors[f"{name}.{i}.rows"]
-                return Scores(log_probs, rows, self._cached[i] if name == "warm" else 0)
+                cached = self._cached[i] if name == "warm" else 0
+                if name != "whole" or f"sampled.{i}" not in tensors:  # an older file
+                    return Scores(log_probs, rows, cached)
+                return Scores(log_probs, rows, cached, tensors[f"sampled.{i}"])
 
             scores = [
                 CanaryScores(*(part_scores(n, i) for n in ("early", "warm", "whole")))
@@ -555,11 +555,6 @@ class Canaries:
 
 def _size(difference: Difference) -> tuple[int, float]:
     return difference.rows_differ, difference.log_prob_off
-
-
-def _is_live(version: int) -> bool:
-    """True if the actor also scores the canaries of a version by its own routers."""
-    return version % _LIVE_EVERY == 0
 
 
 def served_metrics(records: Sequence[ServedRecord]) -> dict[str, Any]:

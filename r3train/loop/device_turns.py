@@ -45,11 +45,8 @@ class Disaggregated:
     def actor_offloads(self) -> None:
         """Move away the weights that ``serve`` has left on the device for --check-weight-update-equal."""
 
-    def serve(self, send: Callable[[], Sent], ask: Callable[[], None]) -> Sent:
-        """Have ``send`` bring the weights to the servers, and begin their turn; a collective.
-
-        ask: called on rank 0 when the servers' turn begins, if the actor has no part in it.
-        """
+    def serve(self, send: Callable[[], Sent]) -> Sent:
+        """Have ``send`` bring the weights to the servers, and begin their turn; a collective."""
         return send()
 
     def onload_server_weights(self) -> None:
@@ -108,7 +105,7 @@ class Colocated(Disaggregated):
         """Move all of the actor's memory to the host."""
         self._memory.hold()
 
-    def serve(self, send: Callable[[], Sent], ask: Callable[[], None]) -> Sent:
+    def serve(self, send: Callable[[], Sent]) -> Sent:
         """Swap turns around ``send``.
 
         The actor's weights leave the device after the last tensor, and then the servers' KV cache comes back.  For
@@ -132,7 +129,6 @@ class Colocated(Disaggregated):
         if self._fleet is not None and failure is None and self._recovery.fatal is None:
             try:
                 self._fleet.keep_onloaded("weights", "kv_cache")
-                ask()
                 self._quiet.close()
             except FAILED as error:
                 failure = error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,9 +56,13 @@ class RolloutFleet:
         version: int,
         *,
         halves: int,
+        drawn: int,
         at_once: int,
-    ) -> dict[int, list[CanaryScores]]:
-        """Let every server that holds ``version`` score texts, each with its cache key, ``at_once`` at a time."""
+    ) -> Callable[[], tuple[dict[int, list[CanaryScores]], float]]:
+        """Let every server that holds ``version`` score texts, each with its cache key, ``at_once`` at a time.
+
+        drawn: tokens that it draws after each.  The result waits for the scores, by server, and the seconds they took.
+        """
         raise AssertionError("there is no server")
 
     def weight_checksums(self, version: int | None) -> tuple[dict[int, dict[str, str]], list[str]]:

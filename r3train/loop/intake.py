@@ -98,6 +98,8 @@ class Intake:
                 raise recovery.fatal
             batch_size = self.config.rollout.rollout_batch_size
             groups = self.rank_zero.next_groups(self._source, rollout_id, batch_size)
+            if self.update.canaries is not None:
+                self.update.canaries.wait()
             self.update.turns.servers_offload(self._source)
             taken = True
             prepared, metrics = self._prepare(rollout_id, groups)

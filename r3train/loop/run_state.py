@@ -160,13 +160,18 @@ class RunState:
         if due and goes_on and self.export is not None:
             self.export(next_rollout_id)
 
-    def save(self, next_rollout_id: int) -> None:
-        """Save a checkpoint that resumes at ``next_rollout_id`` (--save); a collective."""
+    def save(self, next_rollout_id: int, *, keeps_samples: bool = True) -> None:
+        """Save a checkpoint that resumes at ``next_rollout_id`` (--save); a collective.
+
+        keeps_samples: with those that wait for training, which are generated again otherwise.
+        """
         if self.checkpointer is None:
             return
         write_extra, facts = None, {"run": self.run_facts, RUN_DIR: str(self.run_dir.resolve())}
         if self._source is not None:
             state = self._source.snapshot()
+            if state is not None and not keeps_samples:
+                state = state.without_samples()
             facts = {**facts, HAS_BUFFER: state is not None}
 
             def write_extra(directory: Path) -> None:
@@ -181,21 +186,26 @@ class RunState:
 
         self.checkpointer.save(next_rollout_id, facts, write_extra)
 
-    def save_last(self, next_rollout_id: int) -> None:
+    def save_last(self, next_rollout_id: int, *, keeps_samples: bool = True) -> None:
         """Save, and wait until all is written; a collective."""
-        self.save(next_rollout_id)
+        self.save(next_rollout_id, keeps_samples=keeps_samples)
         if self.checkpointer is not None:
             self.checkpointer.finish()
 
     def save_failed(
-        self, next_rollout_id: int, cause: str, what: str = "generation failed"
+        self,
+        next_rollout_id: int,
+        cause: str,
+        what: str = "generation failed",
+        *,
+        keeps_samples: bool = True,
     ) -> None:
-        """Save and say why no further rollout will come; a collective.
+        """Save and say why no further rollout will come; a collective.  keeps_samples: see ``save``.
 
         If the save fails too, its error is raised after the first cause has been shown.
         """
         try:
-            self.save_last(next_rollout_id)
+            self.save_last(next_rollout_id, keeps_samples=keeps_samples)
         except Exception:
             self.note(f"{what} after {next_rollout_id} rollouts: {cause}")
             raise

@@ -66,8 +66,7 @@ class WeightUpdate:
     def publish(self, weight_version: int) -> dict[str, Any]:
         """Bring all servers to the weights of ``weight_version``; returns metrics on rank 0.
 
-        Raises NotServed on all ranks where a server does not compute what the actor computes; then nothing more
-        is generated.
+        Raises NotServed on all ranks where a server holds other weights; then nothing more is generated.
         """
         if not self.config.has_engines:
             return {}
@@ -114,13 +113,12 @@ class WeightUpdate:
                 return metrics
 
     def _serve(self, weight_version: int, quiet: AbstractContextManager[None]) -> Sent:
-        """Begin the servers' turn with the weights of ``weight_version``."""
-
-        def ask() -> None:
-            if self.canaries is not None and self.canaries.ready:
-                self.canaries.ask(weight_version)
-
-        return self.turns.serve(lambda: self._send(weight_version, quiet), ask)
+        """Begin the servers' turn with the weights of ``weight_version``, and send them canaries."""
+        metrics, failure = self.turns.serve(lambda: self._send(weight_version, quiet))
+        sent = self.rank_zero is not None and failure is None and self.recovery.fatal is None
+        if self.canaries is not None and sent:
+            self.canaries.send(weight_version)
+        return metrics, failure
 
     def _send(self, weight_version: int, quiet: AbstractContextManager[None]) -> Sent:
         """Publish while nothing is generated: rank 0 sends; other ranks join gathers or send their stage's weights.
@@ -149,9 +147,6 @@ class WeightUpdate:
                     quietly.enter_context(quiet)
                 except Exception as error:  # noqa: BLE001 - the other ranks go on first
                     failure = error
-        canaries = self.canaries
-        if canaries is not None and (canaries.in_turns or not canaries.ready):
-            canaries = None
         if self.rank_zero is None:
             if self.stage is not None:
                 self.stage.send(weights, version=weight_version)
@@ -159,10 +154,8 @@ class WeightUpdate:
                 raise AssertionError("only rank 0 holds whole tensors")
             if self.held is not None:
                 self.held.judge(weight_version)
-            if canaries is not None:
-                canaries.join(weight_version)
             return {}, None
-        fleet, published, canary_metrics = self.rank_zero.engines, None, {}
+        fleet, published = self.rank_zero.engines, None
         held_metrics: dict[str, Any] | None = None
 
         def drain() -> None:
@@ -173,12 +166,6 @@ class WeightUpdate:
                 pass
             if self.held is not None and held_metrics is None:
                 self.held.judge(weight_version, sent=False)
-            if canaries is not None and not canary_metrics:
-                canaries.skip()
-
-        def judge_canaries() -> None:
-            if canaries is not None and not canary_metrics:
-                canary_metrics.update(canaries.judge(weight_version))
 
         try:
             with quietly:
@@ -197,11 +184,8 @@ class WeightUpdate:
                     self._export = fleet.compare_weights(export, weight_version)
                 if self.held is not None:
                     held_metrics = self.held.judge(weight_version)
-                if canaries is not None and not canaries.beside_generation:
-                    judge_canaries()
                 if self._source is not None:
                     self._source.set_version(weight_version)
-            judge_canaries()
         except Exception as error:
             generating_failed = self._source is not None and error is self._source.failure
             if not generating_failed and not isinstance(error, FAILED):
@@ -216,7 +200,6 @@ class WeightUpdate:
             "perf/published_tensors": published.num_tensors,
             "rollout/weight_version": weight_version,
             **(held_metrics or {}),
-            **canary_metrics,
         }, None
 
     def _check_parameters(self, weight_version: int) -> None:

@@ -1,16 +1,17 @@
 """served: after an update a server computes the function that the actor computes.
 
-A canary is a fixed text that every server and the actor score after every update.  Six tests judge what they say:
+A canary is a fixed text that every server scores, and goes on with eight tokens greedily; the actor scores both.  Six tests
+judge what they say:
 
     EARLY   the first request that could use a cached half of the text found nothing in the cache
     WARM    the same request, on the cached half, has the experts that were cached, and log-probs as near as usual
-    MOVED   a server does not say bit by bit what it said under an earlier version, although the actor moved
-    TWINS   servers of one version say the same bit by bit, where they did so at the start
+    MOVED   a server does not say what it said under an earlier version, but for rounding, although the actor moved by more
     BOUND   server and actor, which replays the server's experts, are as near as usual
+    DECODED the same on the tokens that the server drew: a decode of other weights than the prefill is found by this alone
     ROUTER  the actor's own routers choose the server's experts, as often as usual
 
-EARLY, MOVED, TWINS and the cached rows of WARM are exact: rounding cannot fail them.  BOUND, ROUTER and the log-probs of WARM
-are statistics, which are suspect first (see ``suspicion``).  What is usual is measured at the start (``CanaryNoise``): by texts
+EARLY, MOVED and the cached rows of WARM are exact: rounding cannot fail them.  BOUND, DECODED, ROUTER and the log-probs
+of WARM are statistics, which are suspect first (see ``suspicion``).  What is usual is measured at the start (``CanaryNoise``): by texts
 that each server scores alone, four and eight at once.
 """
 
@@ -35,7 +36,7 @@ from r3train.proof.suspicion import (
 from r3train.proof.verdicts import FAILED, PASSED, SUSPECT
 from r3train.types import Amount, CanaryScores, Scores
 
-TESTS = ("EARLY", "WARM", "MOVED", "TWINS", "BOUND", "ROUTER")
+TESTS = ("EARLY", "WARM", "MOVED", "BOUND", "DECODED", "ROUTER")
 Nats = Annotated[float, Meta(ge=0)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 
@@ -47,6 +48,8 @@ _MEAN_OF_FLOOR = 1 / 16
 MOST_MEAN = 0.1
 # The actor must have moved on so many tokens before a server that has not is a failure.
 _ACTOR_MOVED = 0.5
+# So many times the difference of two readings at the start are none.
+_STILL = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,26 +69,27 @@ class Difference:
     def is_none(self) -> bool:
         return not self.log_prob_off and not self.rows_differ
 
+    @property
+    def share_of_rows(self) -> float:
+        return self.rows_differ / max(self.rows, 1)
+
 
 @dataclass(frozen=True, slots=True)
 class CanaryNoise:
     """The differences of sound readings, measured on 8 texts at the start of the run."""
 
-    repeat: Difference  # the largest between two readings of a server, as updates ask for them
-    batches: Difference  # the largest between readings of one text, four and eight at once
-    twins: Difference  # the largest between servers
+    repeat: (
+        Difference  # the largest between two readings of a server: alone, four and eight at once
+    )
+    servers: Difference  # the largest between servers
     gap_mean: Nats  # server against actor
+    decoded_mean: Nats  # the same on tokens that the server drew
     gap_max: Nats
     gap_floor: Nats  # the largest gap where servers store less than the actor, else 0
     least_mean: Nats  # a mean that cannot be told from none
     actor_repeat: Nats  # the actor against itself
     rows: Amount  # router rows of the actor
     rows_left: Amount  # those whose own choice was another
-
-    @property
-    def is_exact(self) -> bool:
-        """True if servers repeated themselves and one another bit by bit."""
-        return self.repeat.is_none and self.twins.is_none
 
     @property
     def still(self) -> float:
@@ -95,14 +99,18 @@ class CanaryNoise:
     @property
     def usual_gap(self) -> float:
         """The mean of |actor - server| that is usual at the start."""
-        means = (d.mean_off for d in (self.repeat, self.batches, self.twins))
+        means = (d.mean_off for d in (self.repeat, self.servers))
         return max(self.gap_mean, *means, _MEAN_OF_FLOOR * self.gap_floor, self.least_mean)
+
+    @property
+    def usual_decoded(self) -> float:
+        """The mean of |actor - server| on drawn tokens that is usual at the start."""
+        return max(self.decoded_mean, self.usual_gap)
 
     @property
     def usual_left(self) -> float:
         """The share of router rows that usually leave the server's experts at the start."""
-        differences = self.repeat, self.batches, self.twins
-        shares = [d.rows_differ / max(d.rows, 1) for d in differences]
+        shares = [d.share_of_rows for d in (self.repeat, self.servers)]
         return max(self.rows_left / max(self.rows, 1), *shares)
 
 
@@ -113,16 +121,6 @@ class Earlier:
     version: Amount
     difference: Difference
     actor_moved: Share  # of the tokens, between the two versions
-
-
-@dataclass(frozen=True, slots=True)
-class Twin:
-    """A server's three readings against another's of the same version, or its own before it was restarted."""
-
-    server: Amount
-    early: Difference
-    warm: Difference
-    whole: Difference
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +140,8 @@ class ServedRecord:
     step: Amount  # the weight version, which is the rollout that these weights train
     server: Amount
     num_texts: Amount
-    num_tokens: Amount  # log-probs compared with the actor's
+    num_tokens: Amount  # log-probs of given tokens compared with the actor's
+    num_decoded: Amount  # and of drawn ones
     early_cached: Amount  # most tokens of a text that were cached before it was asked for
     # texts whose second reading used less of the cache than at the start: other requests evicted it, and it shows nothing
     warm_evicted: Amount
@@ -150,27 +149,30 @@ class ServedRecord:
     warm: Difference
     not_finite: Amount  # tokens of which server or actor gave no finite log-prob
     earlier: list[Earlier]
-    twins: list[Twin]
-    gap_mean: Nats
+    gap_mean: Nats  # of given tokens
     gap_max: Nats
     rows: Amount  # router rows of the actor
     rows_left: Amount
     coverage: Coverage
     noise: CanaryNoise
-    statistics: list[Statistic]  # BOUND, ROUTER and WARM
+    statistics: list[Statistic]  # BOUND, DECODED, ROUTER and WARM
     limit: Nats  # of their sums, 0: none fails
 
 
 def difference(pairs: Iterable[tuple[Scores, Scores]], moe_layers: Sequence[int]) -> Difference:
-    """Compare readings of the same texts from the same token on; moe_layers: 1-based numbers."""
+    """Compare readings of the same texts from the same token on; moe_layers: 1-based numbers.
+
+    Drawn tokens are not compared: a batch of another size decodes them with other kernels.
+    """
     off, differ, count = [np.zeros(0)], 0, 0
     for one, other in pairs:
         rows = _other_experts(one, other, moe_layers)
         differ, count = differ + int(rows.sum()), count + rows.size
         first = len(one.rows) + 1 - len(one.log_probs)
         end = int(rows.any(axis=1).argmax()) if rows.any() else len(rows)
-        apart = np.abs(one.log_probs.astype(np.float64) - other.log_probs)
-        off.append(apart[: max(end + 1 - first, 0)])
+        count_compared = max(end + 1 - first, 0)
+        ours, others = (scores.log_probs[:count_compared] for scores in (one, other))
+        off.append(np.abs(ours.astype(np.float64) - others))
     apart = np.concatenate(off)
     return Difference(
         float(apart.max(initial=0.0)), float(apart.mean()) if len(apart) else 0.0, differ, count
@@ -178,9 +180,10 @@ def difference(pairs: Iterable[tuple[Scores, Scores]], moe_layers: Sequence[int]
 
 
 def _other_experts(one: Scores, other: Scores, moe_layers: Sequence[int]) -> np.ndarray:
-    """bool[T-1, l]: rows whose sets of experts are not the same."""
+    """bool[T-1, l]: rows of given tokens whose sets of experts are not the same."""
+    rows = len(one.rows) - len(one.sampled)
     layers = np.asarray(moe_layers, dtype=np.int64) - 1
-    a, b = (np.sort(scores.rows[:, layers], axis=-1) for scores in (one, other))
+    a, b = (np.sort(scores.rows[:rows, layers], axis=-1) for scores in (one, other))
     return (a != b).any(axis=-1)
 
 
@@ -188,7 +191,7 @@ def _other_experts(one: Scores, other: Scores, moe_layers: Sequence[int]) -> np.
 class ServerRead:
     """Scores of all canaries by one server under one version, and by the actor with that server's experts.
 
-    scores: of each text; actor: float32[T] of each text, entry 0 is 0.
+    scores: of each text; actor: float32[T] of each text with the tokens that the server drew, entry 0 is 0.
     """
 
     version: int
@@ -201,20 +204,21 @@ class ServerRead:
         """The scores of texts that were also read from the middle on."""
         return [scores for scores in self.scores if scores.early is not None]
 
-    def gaps(self) -> np.ndarray:
-        """float64[all tokens but each text's first]: |actor - server|."""
-        pairs = zip(self.scores, self.actor, strict=True)
-        off = [
-            np.abs(r.whole.log_probs[1:].astype(np.float64) - actor_log_probs[1:])
-            for r, actor_log_probs in pairs
-        ]
-        return np.concatenate(off)
+    def gaps(self) -> tuple[np.ndarray, np.ndarray]:
+        """|actor - server| of all given tokens but each text's first, and of all drawn ones: float64[N], float64[D]."""
+        given, drawn = [], []
+        for scores, actor_log_probs in zip(self.scores, self.actor, strict=True):
+            whole = scores.whole
+            off = np.abs(whole.log_probs.astype(np.float64) - actor_log_probs)
+            num_given = len(off) - len(whole.sampled)
+            given.append(off[1:num_given])
+            drawn.append(off[num_given:])
+        return np.concatenate(given), np.concatenate(drawn)
 
 
 def compare_servers(
     now: ServerRead,
     earlier: Sequence[ServerRead],
-    twins: Sequence[ServerRead],
     *,
     texts: Sequence[np.ndarray],
     cached: Sequence[int],
@@ -227,29 +231,29 @@ def compare_servers(
 ) -> ServedRecord:
     """Compare what a server says with all that is known of the texts (int32[T] each).
 
-    earlier: its readings under earlier versions; twins: other readings of this version.  cached: cached tokens of
-    each second reading at the start.  router: rows of the actor, and those whose own choice was another.  suspicions: of
+    earlier: its readings under earlier versions.  cached: cached tokens of each second reading at the start.  router: rows of the actor, and those whose own choice was another.  suspicions: of
     the updates before, of this start.
     """
-    gaps = now.gaps()
-    finite = gaps[np.isfinite(gaps)]
+    gaps, drawn_gaps = now.gaps()
+    finite, drawn = (of[np.isfinite(of)] for of in (gaps, drawn_gaps))
     warm = difference(((r.early, r.warm) for r in now.halved), moe_layers)
 
-    def against(other: ServerRead, which: str) -> Difference:
-        whole = which == "whole"
-        pairs = zip(*(r.scores if whole else r.halved for r in (now, other)), strict=True)
-        return difference(((getattr(a, which), getattr(b, which)) for a, b in pairs), moe_layers)
+    def against(other: ServerRead) -> Difference:
+        pairs = zip(now.scores, other.scores, strict=True)
+        return difference(((a.whole, b.whole) for a, b in pairs), moe_layers)
 
-    moved = [
-        np.abs(np.concatenate(now.actor).astype(np.float64) - np.concatenate(other.actor))
-        for other in earlier
-    ]
-    first_tokens = np.cumsum([0, *map(len, now.actor[:-1])])
+    def moves(other: ServerRead) -> np.ndarray:
+        pairs = zip(texts, now.actor, other.actor, strict=True)
+        return np.concatenate(
+            [np.abs(a[1 : len(t)].astype(np.float64) - b[1 : len(t)]) for t, a, b in pairs]
+        )
+
     return ServedRecord(
         step=now.version,
         server=now.server,
         num_texts=len(texts),
         num_tokens=len(gaps),
+        num_decoded=len(drawn_gaps),
         early_cached=max(r.early.cached_tokens for r in now.halved),
         warm_evicted=sum(r.warm.cached_tokens < c for r, c in zip(now.halved, cached, strict=True)),
         warm_cached_rows=sum(
@@ -257,18 +261,14 @@ def compare_servers(
             for r in now.halved
         ),
         warm=warm,
-        not_finite=len(gaps) - len(finite),
+        not_finite=len(gaps) - len(finite) + len(drawn_gaps) - len(drawn),
         earlier=[
             Earlier(
                 other.version,
-                against(other, "whole"),
-                float((np.delete(apart, first_tokens) > noise.still).mean()),
+                against(other),
+                float((moves(other) > noise.still).mean()),
             )
-            for other, apart in zip(earlier, moved)
-        ],
-        twins=[
-            Twin(other.server, *(against(other, which) for which in ("early", "warm", "whole")))
-            for other in twins
+            for other in earlier
         ],
         gap_mean=float(finite.mean()) if len(finite) else 0.0,
         gap_max=float(finite.max(initial=0.0)),
@@ -281,6 +281,7 @@ def compare_servers(
             now.server,
             noise,
             bounded_mean(finite, noise.usual_gap),
+            bounded_mean(drawn, noise.usual_decoded),
             router,
             warm.mean_off,
         ),
@@ -293,14 +294,20 @@ def see_served(
     server: int,
     noise: CanaryNoise,
     gap: float,
+    decoded: float,
     router: tuple[int, int],
     warm: float,
 ) -> list[Statistic]:
-    """Take what an update showed of a server; gap, warm: means in nats, router: as ``compare_servers`` has it."""
+    """Take what an update showed of a server.
+
+    gap, decoded, warm: means in nats; router: as ``compare_servers`` has it.
+    """
     rows, left = router
     nats = {"start": noise.usual_gap, "least": noise.least_mean}
+    decoded_nats = {**nats, "start": noise.usual_decoded}
     statistics = [
         suspicions.see("BOUND", server, gap, **nats),
+        suspicions.see("DECODED", server, decoded, **decoded_nats),
         suspicions.see("WARM", server, warm, **nats),
     ]
     if rows:
@@ -312,9 +319,9 @@ def see_served(
 def statistics_again(record: ServedRecord, suspicions: Suspicions) -> list[Statistic]:
     """The statistics of a record, whose sums are added up again; suspicions: of the records before, of its start."""
     values = {s.name: s.value for s in record.statistics}
-    router = record.rows, record.rows_left
-    means = values.get("BOUND", 0.0), record.warm.mean_off
-    return see_served(suspicions, record.server, record.noise, means[0], router, means[1])
+    means = (values.get(name, 0.0) for name in ("BOUND", "DECODED"))
+    router, warm = (record.rows, record.rows_left), record.warm.mean_off
+    return see_served(suspicions, record.server, record.noise, *means, router, warm)
 
 
 def _coverage(
@@ -350,29 +357,30 @@ def served_failures(record: ServedRecord) -> list[tuple[str, str]]:
     if record.warm_cached_rows:
         fail("WARM", f"{record.warm_cached_rows} of its cached rows are not those that were cached")
     for earlier in record.earlier:
-        if earlier.difference.is_none and earlier.actor_moved >= _ACTOR_MOVED:
+        if _stands_still(earlier, noise) and earlier.actor_moved >= _ACTOR_MOVED:
             fail(
                 "MOVED",
                 f"it says what it said under version {earlier.version}, and the actor moved on"
                 f" {earlier.actor_moved:.0%} of the tokens since",
             )
-    for twin in record.twins if noise.is_exact else ():
-        apart = {"first": twin.early, "second": twin.warm, "whole": twin.whole}
-        for name in [name for name in apart if not apart[name].is_none][:1]:
-            fail("TWINS", f"its {name} reading is {_apart(apart[name])} from server {twin.server}")
     if record.not_finite:
         fail("BOUND", f"{record.not_finite} tokens have no finite log-prob")
     return found
 
 
-def _apart(apart: Difference) -> str:
-    return f"{apart.log_prob_off:.3g} nats and {apart.rows_differ} of {apart.rows} rows apart"
+def _stands_still(earlier: Earlier, noise: CanaryNoise) -> bool:
+    """True if a server's reading differs from an earlier version's by no more than readings of one version do."""
+    apart, usual = earlier.difference, noise.repeat
+    return (
+        apart.mean_off <= _STILL * usual.mean_off
+        and apart.share_of_rows <= _STILL * usual.share_of_rows
+    )
 
 
 def inconclusive(record: ServedRecord) -> int:
     """Count the earlier versions of which a server said the same while the actor hardly moved either."""
     return sum(
-        earlier.difference.is_none and earlier.actor_moved < _ACTOR_MOVED
+        _stands_still(earlier, record.noise) and earlier.actor_moved < _ACTOR_MOVED
         for earlier in record.earlier
     )
 

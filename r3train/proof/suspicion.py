@@ -53,6 +53,11 @@ _MEANINGS = {
         False,
         "tensors that an update does not reach: try --check-weight-update-equal",
     ),
+    "DECODED": (
+        "on tokens that the server decodes they are apart by",
+        False,
+        "a decode of other weights than its prefill: try a server without CUDA graphs",
+    ),
     "ROUTER": (
         "rows in which the actor's own routers leave the server's experts:",
         True,

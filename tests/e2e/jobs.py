@@ -20,7 +20,13 @@ ROOT = Path(__file__).resolve().parents[2]
 # At the demo's learning rate nine of 146 rows once shared no expert with the router's choice five steps later.
 # Rows of older weights end no run, but every job would warn of them.
 FEW_ROWS = ("--lr", "5e-4")
-R3_FLAGS = ["--use-rollout-routing-replay", "--enable-r3-correctness-check"]
+# canaries of every update are judged, whatever it costs
+R3_FLAGS = [
+    "--use-rollout-routing-replay",
+    "--enable-r3-correctness-check",
+    "--r3-canary-share",
+    "1",
+]
 # for jobs whose server stands behind a proxy that counts or spoils every answer
 NO_CANARIES = ("--r3-canaries", "0")
 # of the run in conftest.py whose rollouts others train again: how it trains, and how many rollouts it has

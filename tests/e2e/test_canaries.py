@@ -139,7 +139,9 @@ class Rig:
         fleet._publisher = Faulty()
         try:
             with MUTATIONS[planted].planted(loop.config, self.hf):
-                return loop._update.publish(self.version)
+                metrics = loop._update.publish(self.version)
+                loop._canaries.wait()
+                return {**metrics, **loop._canaries.judge(self.version)}
         finally:
             fleet._publisher = publisher
 
@@ -233,7 +235,9 @@ def opened(family: str, dtype: str, run_dir: Path):
                 ),
                 trainer=TrainerSection(update_weight_transfer_mode="shared_memory"),
                 replay=ReplaySection(
-                    use_rollout_routing_replay=True, enable_r3_correctness_check=True
+                    use_rollout_routing_replay=True,
+                    enable_r3_correctness_check=True,
+                    r3_canary_share=1.0,
                 ),
             )
             reward = SimpleNamespace(close=lambda: None)
@@ -292,10 +296,13 @@ def test_sound_updates_pass_and_are_recorded(glm):
     records = [json.loads(line) for line in lines]
     assert [record["server"] for record in records] == [0, 1] * 4
     first, last = records[0], records[-1]
-    assert (first["num_texts"], last["num_texts"], last["num_tokens"]) == (2, 2, 2 * 503)
-    assert last["earlier"] and last["twins"] and not first["earlier"]
+    assert (first["num_texts"], last["num_texts"], last["num_tokens"]) == (2, 2, 2 * 495)
+    assert last["num_decoded"] == 2 * 8
+    assert last["earlier"] and not first["earlier"]
     for record in records:
-        assert record["noise"]["repeat"]["log_prob_off"] == 0
+        assert record["noise"]["repeat"]["log_prob_off"] < (
+            2.0 if glm.loops[2].config.model.bf16 else 1e-5
+        )
         assert record["coverage"]["experts_used"] > 0.9 * record["coverage"]["experts"]
 
 
@@ -314,10 +321,6 @@ def test_MOVED_names_a_single_server_that_is_one_version_behind(glm):
 def test_MOVED_names_a_server_that_has_its_first_weights_again(glm):
     glm.update(1e-3, servers=1)
     assert glm.caught_by(1e-3, servers=1, fault=lambda weights: glm.begun[1]) == "MOVED"
-
-
-def test_TWINS_names_one_norm_that_was_kept_on_one_of_two_servers(glm):
-    assert glm.caught_by(1e-3, fault=glm.kept("layers.2.input_layernorm.weight")) == "TWINS"
 
 
 def test_ROUTER_names_router_biases_that_were_kept(glm):

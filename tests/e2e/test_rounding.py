@@ -81,3 +81,16 @@ def test_a_run_is_resumed_on_a_server_that_rounds_otherwise(tmp_path, tiny_flags
 def test_long_answers_in_bfloat16_end_no_run(lr, tmp_path, tiny_flags):
     flags = "--bf16 --rollout-max-response-len 300 --n-samples-per-prompt 8 --r3-recheck-share 0.5".split()
     sound(run(tmp_path / "run", tiny_flags, 14, *flags, "--lr", lr), 14)
+
+
+def test_a_decode_that_keeps_the_weights_of_the_start_is_found_by_canaries_alone(
+    tmp_path, tiny_flags
+):
+    flags = "--r3-recheck-share 0 --lr 1e-4 --lr-warmup-iters 0".split()
+    job = run(tmp_path / "run", tiny_flags, 20, *flags, STALE_DECODE="1")
+    assert job.code != 0, job.output
+    assert "not served: DECODED: server 0" in " ".join(job.output.split())
+    suspects = [m["served/suspect"] for m in job.metrics()]
+    print(f"ended at update {len(suspects) - 1}: {suspects}")
+    assert suspects[-1] >= 5 and len(suspects) <= 12
+    assert audit_run(job.run_dir).claims["served"] == "failed"

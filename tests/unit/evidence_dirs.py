@@ -25,7 +25,6 @@ from r3train.proof.served_verdict import (
     judge_served,
     ServedRecord,
     statistics_again,
-    Twin,
 )
 from r3train.proof.suspicion import Statistic, Suspicions
 from r3train.observe.metrics import MetricsWriter
@@ -128,18 +127,18 @@ def canaries(step: int, server: int = 0, **changes) -> ServedRecord:
         server=server,
         num_texts=4,
         num_tokens=1020,
+        num_decoded=16,
         early_cached=0,
         warm_evicted=0,
         warm_cached_rows=0,
         warm=none,
         not_finite=0,
         earlier=[Earlier(step - 1, moved, 1.0)] if step else [],
-        twins=[Twin(0, none, none, none)] if server else [],
         gap_max=3e-6,
         rows=4000,
         rows_left=0,
         coverage=Coverage(24, 24, 200, 256),
-        noise=CanaryNoise(none, none, none, 4e-7, 3e-6, 0.0, 1e-6, 0.0, 16000, 0),
+        noise=CanaryNoise(none, none, 4e-7, 4e-7, 3e-6, 0.0, 1e-6, 0.0, 16000, 0),
         # its sums are added up where it is written
         statistics=[Statistic("BOUND", server, gap_mean, None, 0.0)],
         limit=1.0,

@@ -94,7 +94,15 @@ def test_a_verdict_that_is_gone_is_found(tmp_path):
         lambda line: {k: v for k, v in line.items() if k != "served" or line["step"] != 1},
     )
     (text,) = findings(run_dir)
-    assert text.startswith("step 1: the run's own verdict on canaries is missing")
+    assert text.startswith("step 1: served of the run's own verdict")
+
+
+def test_the_first_step_of_a_start_has_canaries_if_a_later_one_has(tmp_path):
+    run_dir = write_run(tmp_path / "run", served=lambda step: two(step) if step != 1 else [])
+    assert audit_run(run_dir).verdict == "passed", "an update that --r3-canary-share leaves out"
+    run_dir = write_run(tmp_path / "gone", served=lambda step: two(step) if step else [])
+    texts = findings(run_dir)
+    assert texts and all("canaries is missing at the start's first step" in t for t in texts)
 
 
 def test_steps_that_the_interval_leaves_out_are_judged_by_their_canaries_all_the_same(tmp_path):

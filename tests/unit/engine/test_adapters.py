@@ -109,7 +109,9 @@ async def test_a_version_in_use_is_not_retired_and_a_retired_one_is_never_used_a
         lambda c: c.update_weights_from_disk("model", weight_version=1),
         lambda c: c.update_weights_from_distributed(weight_version=1).result(),
         lambda c: c.update_weight_version(1),
-        lambda c: c.read_canary(REQUEST.token_ids, "key", server=0, routes=None, halves=False),
+        lambda c: c.begin(
+            c.read_canary(REQUEST.token_ids, "key", server=0, routes=None, halves=False)
+        )(),
     ],
 )
 def test_the_base_of_a_server_of_adapters_is_neither_updated_nor_sampled(call):

@@ -60,7 +60,7 @@ def ask(control, name):
     if name != "read_canary":
         return call()
     text = np.array([5, 6, 7], dtype=np.int32)
-    return call(text, "key", server=0, routes=None, halves=False)
+    return control.begin(call(text, "key", server=0, routes=None, halves=False))()
 
 
 def places(value, path=()):

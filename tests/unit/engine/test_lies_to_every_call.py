@@ -161,7 +161,8 @@ class Server:
 
 
 def canary(control):
-    return control.read_canary(TEXT, "key", server=0, routes=SHAPE, halves=True)
+    reading = control.read_canary(TEXT, "key", server=0, routes=SHAPE, halves=True)
+    return control.begin(reading)()
 
 
 def read_as_it_is(scores):

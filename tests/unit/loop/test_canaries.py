@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load, save
 from torch.distributed import HashStore
 
 from r3train.host_group import join_ranks, leave_ranks
@@ -117,28 +118,37 @@ class Fleet:
     def __init__(self, *, returns_routes: bool):
         self.weights, self.cached, self.asked = [0.0, 0.0], [{}, {}], []
         self.returns_routes = returns_routes
+        self.seconds = 0.0  # that servers take for all canaries
+        self.decodes_with: float | None = None  # other weights than those of a prefill
 
     def canary_texts(self, count, longest):
         random = np.random.default_rng(0)
         return [random.integers(0, 256, longest).astype(np.int32) for _ in range(count)]
 
-    def read_canaries(self, texts, keys, version, *, halves, at_once):
+    def read_canaries(self, texts, keys, version, *, halves, drawn, at_once):
         self.asked.append((version, len(texts), at_once, keys[0], halves))
         assert len(set(keys)) == len(texts)
         places = [(*of, i < halves) for i, of in enumerate(zip(texts, keys))]
-        return {s: [self.read(s, *place) for place in places] for s in (0, 1)}
+        scores = {s: [self.read(s, *place, drawn) for place in places] for s in (0, 1)}
+        return lambda: (scores, self.seconds)
 
-    def read(self, server, text, key, halved):
+    def read(self, server, text, key, halved, drawn):
         half, old = len(text) // 2, self.cached[server].get(key)
         log_probs, rows = said(text, self.weights[server])
+        sampled = (text[-1] + 7 * np.arange(drawn, dtype=np.int32)) % 256
+        whole, whole_rows = said(np.concatenate([text, sampled]), self.weights[server])
+        if self.decodes_with is not None:
+            decoded, _ = said(np.concatenate([text, sampled]), self.decodes_with)
+            whole[len(text) :] = decoded[len(text) :]
         if not self.returns_routes:
-            rows = rows[:, :0, :0]
+            rows, whole_rows = rows[:, :0, :0], whole_rows[:, :0, :0]
+        whole = Scores(whole, whole_rows, 0, sampled)
         if not halved:
-            return CanaryScores(None, None, Scores(log_probs, rows, 0))
+            return CanaryScores(None, None, whole)
         late = np.concatenate([[np.float32(0)], log_probs[half + 1 :]])
         self.cached[server][key] = True
         early = Scores(late, rows, half if old else 0)
-        return CanaryScores(early, Scores(late, rows, half), Scores(log_probs, rows, 0))
+        return CanaryScores(early, Scores(late, rows, half), whole)
 
     def update(self, weights, flush=True):
         self.weights = [weights, weights]
@@ -156,7 +166,8 @@ def one_rank():
 class Run:
     def __init__(self, run_dir, resumed=None, **settings):
         # the first suspect update ends a run that is checked like this
-        settings = config(**CHECKED | {"r3_suspect_limit": 1.0} | settings)
+        more = {"r3_suspect_limit": 1.0, "r3_canary_share": 1.0}
+        settings = config(**CHECKED | more | settings)
         self.actor, self.run_dir, self.notes = Actor(), run_dir, []
         self.fleet = Fleet(returns_routes=settings.replay.use_rollout_routing_replay)
         display = SimpleNamespace(note=lambda text, **_: self.notes.append(text))
@@ -174,6 +185,8 @@ class Run:
         self.actor.weights = version * 0.1 if weights is None else weights
         self.fleet.update(self.actor.weights, flush)
         spoil(self.fleet)
+        self.canaries.send(version)
+        self.canaries.wait()
         return self.canaries.judge(version)
 
     def lines(self):
@@ -198,7 +211,7 @@ def test_the_start_reads_8_texts_alone_twice_four_and_eight_at_once_and_updates_
     assert run.fleet.asked[-1] == (1, 2, 1, run.fleet.asked[0][3], 1)
     assert [asked[4] for asked in run.fleet.asked] == [1] * 5
     (note,) = run.notes
-    assert "2 texts, 1008 tokens" in note and "100% of the (layer, expert) pairs" in note
+    assert "2 texts, 992 tokens" in note and "100% of the (layer, expert) pairs" in note
     assert "repeat themselves bit by bit" in note
 
 
@@ -228,9 +241,9 @@ def stale(server, weights):
         ("EARLY", dict(flush=False)),
         ("MOVED", dict(spoil=stale(1, 0.1))),
         ("MOVED", dict(spoil=stale(0, 0.0))),  # the start's
-        ("TWINS", dict(spoil=stale(1, 0.15))),
         ("BOUND", dict(spoil=lambda fleet: fleet.update(0.201))),
         ("ROUTER", dict(spoil=lambda fleet: fleet.update(0.26))),
+        ("DECODED", dict(spoil=lambda fleet: setattr(fleet, "decodes_with", 0.0))),
     ],
 )
 def test_a_fault_ends_the_run_at_its_update_and_is_named(run, test, how):
@@ -252,7 +265,6 @@ def test_a_fault_ends_the_run_at_its_update_and_is_named(run, test, how):
     [
         ("EARLY", dict(flush=False)),
         ("MOVED", dict(spoil=stale(1, 0.1))),
-        ("TWINS", dict(spoil=stale(1, 0.15))),
         ("BOUND", dict(spoil=lambda fleet: fleet.update(1.7))),
     ],
 )
@@ -270,7 +282,7 @@ def test_without_replay_log_probs_alone_are_judged_and_nothing_is_written(
     assert list(tmp_path.iterdir()) == []  # a resumed run chooses them anew
 
 
-def test_a_restarted_server_may_round_otherwise_and_is_no_twin_from_then_on(run):
+def test_a_restarted_server_may_round_otherwise(run):
     run.update(1)
     run.canaries.restarted()
     metrics = run.update(1, spoil=lambda fleet: fleet.weights.__setitem__(1, 0.1 + 1e-7))
@@ -283,7 +295,12 @@ def test_a_restarted_server_may_round_otherwise_and_is_no_twin_from_then_on(run)
 def test_a_server_that_was_out_of_use_is_held_against_what_it_said_before(run):
     run.update(1)
     every = run.fleet.read_canaries
-    run.fleet.read_canaries = lambda *args, **how: {0: every(*args, **how)[0]}
+
+    def of_server_0(*args, **how):
+        scores, seconds = every(*args, **how)()
+        return lambda: ({0: scores[0]}, seconds)
+
+    run.fleet.read_canaries = of_server_0
     run.update(2)
     run.fleet.read_canaries = every
     with pytest.raises(NotServed, match="MOVED: server 1, weight version 3: .* under version 1"):
@@ -298,7 +315,6 @@ def test_an_update_that_moves_nothing_is_inconclusive(run):
 def test_cached_keys_are_of_one_version_where_an_update_flushes_nothing(tmp_path, one_rank):
     run = Run(tmp_path, pause_generation_mode="in_place", max_weight_staleness=1)
     run.canaries.begin(0)
-    assert run.canaries.beside_generation
     assert run.update(1, flush=False)["served/passed"]
     assert run.fleet.asked[-1][3] != run.fleet.asked[0][3]
 
@@ -345,15 +361,61 @@ def test_a_large_budget_reads_more_texts(tmp_path, one_rank):
     run = Run(tmp_path, r3_canaries=16384)
     run.canaries.begin(0)
     run.update(1)
-    assert [asked[1] for asked in run.fleet.asked] == [32] * 5
+    assert [asked[1] for asked in run.fleet.asked] == [33] * 5
 
 
 def test_short_contexts_and_small_budgets_make_shorter_texts(tmp_path, one_rank):
     for settings, longest in (
-        ({}, 504),
+        ({}, 496),
         ({"r3_canaries": 64}, 32),
-        ({"r3_canaries": 16384}, 504),
-        ({"max_tokens_per_gpu": 100}, 100),
-        ({"rollout_max_context_len": 90}, 82),
+        ({"r3_canaries": 16384}, 496),
+        ({"max_tokens_per_gpu": 100}, 92),
+        ({"rollout_max_context_len": 90}, 74),
     ):
         assert Run(tmp_path, **settings).canaries._longest == longest
+
+
+def test_the_first_updates_and_those_after_a_restart_are_judged_and_then_what_the_share_pays_for(
+    tmp_path, one_rank
+):
+    run = Run(tmp_path, r3_canary_share=1e-6)
+    run.fleet.seconds = 100.0
+    run.canaries.begin(0)
+
+    def judged(versions):
+        return [version for version in versions if run.update(version)]
+
+    assert judged(range(1, 8)) == [1, 2]
+    run.canaries.restarted()
+    assert judged(range(8, 14)) == [8, 9]
+    assert run.canaries.served(12) is None
+    every = Run(tmp_path / "every", r3_canary_share=1.0)
+    every.fleet.seconds = 100.0
+    every.canaries.begin(0)
+    assert all(every.update(version) for version in range(1, 6))
+
+
+def test_a_text_for_which_the_settings_leave_no_room_is_chosen_anew(run, tmp_path):
+    run.canaries.keep(tmp_path)
+    again = Run(tmp_path, resumed=tmp_path, max_tokens_per_gpu=100)
+    again.canaries.begin(0)
+    assert {len(text) for text in again.canaries._texts} == {92}
+    assert again.update(1)["served/passed"]
+
+
+def test_a_checkpoint_whose_canaries_drew_nothing_is_gone_on_from(run, tmp_path):
+    run.canaries.keep(tmp_path)
+    path = tmp_path / CANARY_FILE
+    content = path.read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + size])
+    tensors = {name: t for name, t in load(content).items() if not name.startswith("sampled")}
+    for name in [name for name in tensors if name.startswith("actor")]:
+        tensors[name] = np.ascontiguousarray(tensors[name][:-8])
+    for name in [name for name in tensors if name.startswith("whole")]:
+        tensors[name] = np.ascontiguousarray(tensors[name][:-8])
+    path.write_bytes(save(tensors, header["__metadata__"]))
+    again = Run(tmp_path / "again", resumed=tmp_path)
+    again.actor.weights = 0.2
+    with pytest.raises(NotServed, match="MOVED: .* under version 0"):
+        again.canaries.begin(2)  # its servers hold the first weights of all
