@@ -132,7 +132,7 @@ class Canaries:
         # rank 0: canaries that were sent, and their scores once they have come
         self._sent: Callable[[], tuple[dict[int, list[CanaryScores]], float]] | None = None
         self._unjudged: dict[int, list[CanaryScores]] = {}
-        self._judgements = 0
+        self._judgements = 1  # with the start
         self._owed = _FIRST_UPDATES  # updates to be judged in any case
         self._seconds = self._judged_at = 0.0  # of the last judgement
         # rank 0: texts, and the scores of each server in the readings of the start
