@@ -1,29 +1,32 @@
-"""Canaries: false alarms over sound updates, and their share of a step.
+"""Canaries: false alarms over sound updates.  All claims: the steps that prove them, over steps that prove none.
 
-    python -m benchmarks.served [--updates 1000] [--dtype float32 bfloat16] [--lr 2e-3 1e-5] [--rounds 3]
+    python -m benchmarks.served [--updates 1000] [--dtype float32 bfloat16] [--lr 2e-3 1e-5] [--rounds 3] [--shape demo]
 
 Whole jobs of the demo train in each dtype and learning rate, ``--updates`` over all of them; every update is sound, so
-each verdict that fails is a false alarm, which ends its job.  With ``--rounds`` jobs of 1,000 samples a rollout take turns:
-without canaries, without them again, and with them.  Their ratio is of the median step's seconds; next to it stands the
-share that a job itself says its canaries take of its steps.
+each verdict that fails is a false alarm, which ends its job.  With ``--rounds`` jobs of each shape of ``against_trl`` take turns on
+one server: without the R3 check, without it again, and with all claims.  Their ratios are of mean steps.
 """
 
 from __future__ import annotations
 
 import statistics
+import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks.against_trl import ASYNC, lengthen, run_job, SHAPES, THREADS
 from benchmarks.measure import flags, ratios, spread, write_result
 from benchmarks.tiny_jobs import job_flags, R3, run, step_metrics, tiny_model, torchrun
+from r3train.engine.server import SGLangServer
 
-_A_THOUSAND = ("--rollout-batch-size", "125", "--n-samples-per-prompt", "8")
-_COST_STEPS, _WARM_UP = 8, 2
+NO_CLAIM = ("--no-enable-r3-correctness-check",)
+# of a job of each shape
+_COST_STEPS = {"demo": 60, "longer": 14, "long": 8}
 
 
 def main() -> None:
     arguments = flags(
-        __doc__, updates=1000, dtype=["float32", "bfloat16"], lr=[2e-3, 1e-5], rounds=3
+        __doc__, updates=1000, dtype=["float32", "bfloat16"], lr=[2e-3, 1e-5], rounds=3, shape=""
     )
     result: dict[str, Any] = {"sound": [], "cost": {}}
     with tiny_model() as tiny:
@@ -31,8 +34,8 @@ def main() -> None:
         for dtype, lr in arms if arguments.updates else ():
             updates = -(-arguments.updates // len(arms))
             result["sound"].append(sound(tiny, dtype, lr, updates))
-        if arguments.rounds:
-            result["cost"] = cost(tiny, arguments.rounds)
+    for name in ([arguments.shape] if arguments.shape else SHAPES) if arguments.rounds else ():
+        result["cost"][name] = cost(name, arguments.rounds)
     write_result(arguments.output, result)
 
 
@@ -56,9 +59,9 @@ def sound(tiny: Path, dtype: str, lr: float, updates: int) -> dict[str, Any]:
         str(lr),
         "--lr-warmup-iters",
         "0",
-        *f"--num-rollout {updates + 1} --r3-mismatch-threshold 1".split(),
+        *f"--num-rollout {updates + 1} --r3-mismatch-threshold 1 --r3-canary-share 1".split(),
     )
-    judged = [step for step in steps if "served/passed" in step]
+    judged = [step for step in steps if "perf/canary_answers_s" in step]
     assert len(judged) == updates and all(step["served/passed"] for step in judged)
     return {
         "dtype": dtype,
@@ -70,33 +73,36 @@ def sound(tiny: Path, dtype: str, lr: float, updates: int) -> dict[str, Any]:
         "gap_max": spread([step["served/gap_max"] for step in judged]),
         "router_left": spread([step["served/router_left"] for step in judged]),
         "canaries_s": spread([step["perf/canaries_s"] for step in judged]),
+        "canary_answers_s": spread([step["perf/canary_answers_s"] for step in judged]),
     }
 
 
-def cost(tiny: Path, rounds: int) -> dict[str, Any]:
-    """The median step of each arm's jobs, which take turns, and their ratios."""
-    arms = {"off": "0", "off again": "0", "on": "1024"}
-    seconds: dict[str, list[float]] = {name: [] for name in arms}
-    shares = []
-    for number in range(rounds):
-        for name, tokens in arms.items():
-            steps = job(
-                tiny,
-                f"{name}-{number}".replace(" ", "-"),
-                *_A_THOUSAND,
-                "--num-rollout",
-                str(_COST_STEPS),
-                "--r3-canaries",
-                tokens,
-            )[_WARM_UP:-1]
-            seconds[name].append(statistics.median(step["perf/step_s"] for step in steps))
-            if tokens != "0":
-                shares += [step["perf/canaries_s"] / step["perf/step_s"] for step in steps]
+def cost(name: str, rounds: int) -> dict[str, Any]:
+    """The mean step of each arm's jobs on one server, which take turns, and their ratios."""
+    shape, steps = SHAPES[name], _COST_STEPS[name]
+    arms = {"none": NO_CLAIM, "none again": NO_CLAIM, "all": ()}
+    seconds: dict[str, list[float]] = {arm: [] for arm in arms}
+    judged: list[float] = []
+    with tiny_model(shape.model) as tiny:
+        if shape.prompt_words:
+            lengthen(tiny / "prompts.jsonl", shape.prompt_words)
+        with SGLangServer(tiny / "model", tiny / "log", return_routed_experts=True) as server:
+            for number in range(rounds):
+                for arm, more in arms.items():
+                    run_dir = tiny / f"{arm}-{number}".replace(" ", "-")
+                    measured = run_job(
+                        tiny, run_dir, server.addr, shape, steps, (*ASYNC, *more), threads=THREADS
+                    )
+                    seconds[arm].append(statistics.mean(step["perf/step_s"] for step in measured))
+                    print(f"{name}, {arm}: {seconds[arm][-1]:.3f} s", file=sys.stderr, flush=True)
+                    if arm == "all":
+                        with_canaries = sum("perf/canary_answers_s" in step for step in measured)
+                        judged.append(with_canaries / len(measured))
     return {
-        "step_s": {name: spread(values) for name, values in seconds.items()},
-        "on_over_off": ratios(seconds["on"], seconds["off"]),
-        "off_again_over_off": ratios(seconds["off again"], seconds["off"]),
-        "share_of_a_step": spread(shares),
+        "step_s": {arm: spread(values) for arm, values in seconds.items()},
+        "all_over_none": ratios(seconds["all"], seconds["none"]),
+        "none_again_over_none": ratios(seconds["none again"], seconds["none"]),
+        "updates_judged_by_canaries": spread(judged),
     }
 
 
