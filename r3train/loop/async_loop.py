@@ -195,8 +195,11 @@ class AsyncLoop:
         if num_rollout > start_rollout_id:
             self._save_the_last(num_rollout, evaluates=not stopping)
         self._end_evaluation()
+        if self._canaries is not None:  # the last weights, if they were evaluated
+            with rank_zero_alone():
+                if self.rank_zero is not None and self._recovery.fatal is None:
+                    self._canaries.wait()
         self._turns.end()
-        # of an evaluation of the last weights
         self._judge_canaries(num_rollout, PhaseClock(), {})
         host_barrier()
         if self._recovery.fatal is not None:

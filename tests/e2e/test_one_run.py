@@ -38,6 +38,9 @@ def test_every_step_is_proved_live_and_from_its_files(recorded):
         assert m["r3/passed"] is m["r3_audit/passed"] is m["served/passed"] is True
         assert m["r3/num_calls"] == m["r3/num_calls_expected"] > 0
         assert m["r3/duplicate_rows"] == m["r3/map_deviation"] == m["r3/rows_native"] == 0
+    served = [json.loads(line) for line in (recorded.run_dir / "evidence/served.jsonl").open()]
+    judged = {record["step"] for record in served}
+    assert judged == {*STEPS, jobs.RECORDED}, "the last weights are evaluated, and judged for it"
     audit = audit_run(recorded.run_dir)
     assert audit.claims == dict.fromkeys((*CLAIMS, SERVED), "passed"), audit.findings
 
