@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 from tests.e2e import jobs
+from tests.e2e.test_agents_in_every_mode import flags_of, use_template
 
 from r3train.audit.audit_run import audit_run
+from r3train.verify.tiny import build, TinyOptions
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 SERVER = Path(__file__).parent / "rounding_server"
@@ -74,6 +76,26 @@ def test_a_run_is_resumed_on_a_server_that_rounds_otherwise(tmp_path, tiny_flags
     job = run(tmp_path / "rounding", tiny_flags, 12, *save, ROUNDING_EPS=EPS)
     sound(job, 12)
     assert "another machine" in " ".join(job.output.split())
+
+
+@pytest.mark.slow
+def test_agents_on_a_server_that_rounds_end_no_run(tmp_path):
+    build(tmp_path, TinyOptions(), force=True)
+    use_template(tmp_path / "model")
+    job = run(tmp_path / "run", flags_of(tmp_path), 30, ROUNDING_EPS=EPS)
+    sound(job, 30)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype, eps", [("float32", EPS), ("bfloat16", "0")])
+def test_answers_of_a_thousand_tokens_end_no_run(dtype, eps, tmp_path, tiny_flags):
+    build(tmp_path, TinyOptions(max_position_embeddings=2048), force=True)
+    flags = (
+        f"--hf-checkpoint {tmp_path / 'model'} --rollout-max-response-len 1000 --rollout-ignore-eos"
+    )
+    flags += " --rollout-batch-size 2 --n-samples-per-prompt 4 --r3-recheck-share 0.5 --max-tokens-per-gpu 4096"
+    more = ["--bf16"] if dtype == "bfloat16" else []
+    sound(run(tmp_path / "run", tiny_flags, 12, *flags.split(), *more, ROUNDING_EPS=eps), 12)
 
 
 @pytest.mark.slow
