@@ -94,7 +94,7 @@ class Sent:
     # tokens at which the server ends a text for want of room: see ``EngineControl.text_ends``
     ends_at: range | None = None
     may_abort: bool = False  # True: this client told the server to abort it
-    names_adapter: bool = False  # True: the adapter of its version, which its tokens are of
+    names_adapter: bool = False  # True: its tokens are of the adapter of its version
 
 
 def read_answer(

@@ -470,9 +470,8 @@ class EngineControl:
             return self._run(Tries(self._http, f"sample {_CANARY}").answer(ask_once, server))
 
         early, warm = (scores(ask_first), scores(partial(ask, half))) if halves else (None, None)
-        return CanaryScores(
-            early, warm, scores(partial(ask, replace(whole, new_tokens=new_tokens)))
-        )
+        whole = replace(whole, new_tokens=new_tokens)
+        return CanaryScores(early, warm, scores(partial(ask, whole)))
 
     def close(self) -> None:
         """Close the connections and end the thread. Idempotent."""
