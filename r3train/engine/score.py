@@ -99,25 +99,25 @@ def read_scores(
     given, num_tokens = len(text.token_ids), len(text.token_ids) + new_tokens
     counts = {"prompt_tokens": given, "completion_tokens": new_tokens}
     expect_counts(meta, name, **counts, cached_tokens=range(given))
-    if len(answer.output_ids) != new_tokens:
-        got = len(answer.output_ids)
-        raise ValueError(f"sample {name}: {got} output_ids, expected {new_tokens}")
+    # the token that ends a prefill is not asked for, and SGLang may say its log-prob all the same
+    sampled, drawn = (answer.output_ids, meta.output_token_logprobs) if new_tokens else ([], [])
+    if len(sampled) != new_tokens:
+        raise ValueError(f"sample {name}: {len(sampled)} output_ids, expected {new_tokens}")
     scored = text.token_ids[text.log_probs_from :].tolist()
     entries = meta.input_token_logprobs
     if len(entries) == len(scored):
         entries = [(entry[0], entry[1] or sent) for entry, sent in zip(entries, scored)]
         entries[0] = (0.0, entries[0][1])  # no row predicts it
-    given_log_probs = log_probs_of(entries, scored, name)
-    drawn_log_probs = log_probs_of(meta.output_token_logprobs, answer.output_ids, name)
+    log_probs = log_probs_of(entries, scored, name), log_probs_of(drawn, sampled, name)
     rows = np.zeros((num_tokens - 1, 0, 0), dtype=np.uint8)
     if text.rows_from is not None:
         of_sample = {"num_tokens": num_tokens, "start": text.rows_from, "sample": name}
         rows = decode_routed_experts(payload(meta, "routed_experts", name), routes, **of_sample)
     return Scores(
-        np.concatenate([given_log_probs, drawn_log_probs]),
+        np.concatenate(log_probs),
         rows,
         meta.cached_tokens,
-        np.array(answer.output_ids, dtype=np.int32),
+        np.array(sampled, dtype=np.int32),
         meta.weight_version,
     )
 

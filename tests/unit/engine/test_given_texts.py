@@ -54,6 +54,13 @@ def test_drawn_tokens_have_log_probs_and_rows_like_the_given_ones():
     assert later.rows.shape == (6, 0, 0)
 
 
+def test_the_log_prob_that_sglang_may_say_of_a_token_that_was_not_asked_for_is_left():
+    answer = copy.deepcopy(GOOD)
+    answer["meta_info"]["output_token_logprobs"] = [[-3.5, 8, None]]
+    scores = read(answer)
+    assert scores.log_probs.tolist() == [0, -0.5, -1.5] and len(scores.sampled) == 0
+
+
 def test_a_request_asks_for_what_is_read():
     body = replace(ASKED_ON, rows_from=3, cache_key="mine", adapter="a").body("r.")
     params = {"max_new_tokens": 2, "temperature": 0.0, "ignore_eos": True}
