@@ -225,14 +225,9 @@ class SGLangClient:
         timeout.  Raises BadAnswer or AnswerCutShort after too many of them, and AnswerLate for a late
         answer of a server whose ``/health`` is silent too.
         """
-        with self._adapter_of(request):
-            return await self._generate(request)
-
-    async def _generate(self, request: Request) -> Segment:
-        body = self._body(request)
 
         async def ask(tried: list[int]) -> Segment:
-            answer, sent = await self._ask(body, request, tried)
+            answer, sent = await self._ask(self._body(request), request, tried)
             segment = read_answer(
                 answer,
                 request,
@@ -240,11 +235,11 @@ class SGLangClient:
                 routes=self.routes if request.wants_routes else None,
                 decode=self._transport.decode,
                 index_topk=self._index_topk,
-                serves_adapter=self._adapters is not None,
             )
             return replace(segment, server=tried[-1])
 
-        return await self._answered(request, ask)
+        with self._adapter_of(request):
+            return await self._answered(request, ask)
 
     async def _answered(self, request: Request, ask: Callable[[list[int]], Awaitable[T]]) -> T:
         """Return what ``ask`` reads of the request's first good answer; it appends the server that it asks."""
@@ -339,6 +334,7 @@ class SGLangClient:
                 newest_version=self._versions and self._versions.newest,
                 ends_at=self._ends_at(server),
                 may_abort=rid in self._aborted,
+                names_adapter=self._adapters is not None,
             )
 
     @contextlib.contextmanager
@@ -408,8 +404,8 @@ class SGLangClient:
                 if rid in self._aborted:  # by this client: not asked again
                     raise EngineError(str(error)) from error
                 raise
-        serves_adapter = self._adapters is not None
-        return rechecked(scores, request, part, server, serves_adapter=serves_adapter)
+        names_adapter = self._adapters is not None
+        return rechecked(scores, request, part, server, names_adapter=names_adapter)
 
     async def score_twice(self, request: Request, server: int) -> tuple[Segment, Rechecked]:
         """Sample tokens, then recheck the whole text on the same server."""
@@ -418,13 +414,7 @@ class SGLangClient:
             tried.append(server)
             rid = f"{self._name}-noise-{request.sample_id}-{next(self._requests)}."
             answer, sent = await self._send(server, rid, self._body(request), request, self._direct)
-            return read_answer(
-                answer,
-                request,
-                sent,
-                routes=self._sent_routes,
-                serves_adapter=self._adapters is not None,
-            )
+            return read_answer(answer, request, sent, routes=self._sent_routes)
 
         with self._adapter_of(request):
             sampled = await self._answered(request, ask)

@@ -10,12 +10,13 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
+from msgspec import Meta, Struct
 
 from r3train.config.sources import raise_all
-from r3train.engine.backend import BadAnswer, EngineError
+from r3train.engine.backend import EngineError
 from r3train.engine.sglang_http import ASKED_AGAIN, SGLangHTTP, Tries
 from r3train.engine.score import GivenText, score
 from r3train.engine.refusals import refused, settings_of_a_server
@@ -57,35 +58,16 @@ def _count(url: str, info: Mapping[str, Any], key: str, *, default: int | None =
     return value
 
 
-def _checksums(url: str, answer: Any) -> dict[str, str]:
-    """Return the checksums of every rank of a server; raises BadAnswer where it says none."""
-    ranks = answer.get("ranks") if isinstance(answer, dict) else None
-    rank_checksums = [
-        facts.get("checksums") if isinstance(facts, dict) else None
-        for facts in (ranks if isinstance(ranks, list) else ())
-    ]
-    for checksums in rank_checksums or [None]:
-        texts = checksums.values() if isinstance(checksums, dict) else ()
-        if not texts or not all(isinstance(text, str) for text in texts):
-            raise BadAnswer(
-                f"engine {url}: /weights_checker answered {str(answer)[:200]}, expected the checksums of"
-                " each of its ranks"
-            )
-    return {
-        f"rank {rank} {name}": checksum
-        for rank, checksums in enumerate(rank_checksums)
-        for name, checksum in checksums.items()
-    }
+class RankChecksums(Struct):
+    """The checksums of one rank of a server, by the names of its tensors."""
+
+    checksums: Annotated[dict[str, str], Meta(min_length=1)]
 
 
-def _object(name: str, url: str, answer: Any) -> dict[str, Any]:
-    """Return an answer that is an object of JSON; raises BadAnswer for another."""
-    if not isinstance(answer, dict):
-        raise BadAnswer(
-            f"engine {url}: /{name} answered {str(answer)[:60]!r}, expected a JSON object: is it"
-            " an SGLang server?"
-        )
-    return answer
+class WeightChecksums(Struct):
+    """The answer of ``/weights_checker``."""
+
+    ranks: Annotated[list[RankChecksums], Meta(min_length=1)]
 
 
 class ServerVersions:
@@ -260,7 +242,7 @@ class EngineControl:
         return self._objects("model_info")
 
     def _objects(self, name: str) -> list[dict[str, Any]]:
-        return self._run(self._http.ask_all(name, method="GET", read=partial(_object, name)))
+        return self._run(self._http.ask_all(name, method="GET", kind=dict))
 
     def weight_versions(self) -> list[str]:
         """The version label that each server holds now."""
@@ -452,7 +434,15 @@ class EngineControl:
         v in one, a layer's experts in one.  Equal checksums mean equal weights on one server only.
         """
         body = {"action": "checksum"}
-        return self._run(self._http.ask_all("weights_checker", body, read=_checksums))
+        found = self._run(self._http.ask_all("weights_checker", body, kind=WeightChecksums))
+        return [
+            {
+                f"rank {rank} {name}": checksum
+                for rank, of_rank in enumerate(answer.ranks)
+                for name, checksum in of_rank.checksums.items()
+            }
+            for answer in found
+        ]
 
     async def read_canary(
         self,

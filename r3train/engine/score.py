@@ -1,18 +1,6 @@
 """Score a given text on a server: the one request behind rechecks, canaries and served teachers.
 
 A text is computed in one prefill; with ``new_tokens`` the server goes on and draws so many greedily.
-
->>> text = GivenText(np.array([5, 6, 7], np.int32), "3 (prompt 'p')", cache_key="mine.")
->>> body = text.body("r.")
->>> body["input_ids"], body["logprob_start_len"], body["extra_key"]
-([5, 6, 7], 0, 'mine.')
->>> meta = {
-...     "id": "r.", "finish_reason": {"type": "length", "length": 0}, "weight_version": "4",
-...     "prompt_tokens": 3, "completion_tokens": 0, "cached_tokens": 0,
-...     "input_token_logprobs": [[None, 5, None], [-0.5, 6, None], [-1.5, 7, None]],
-... }
->>> read_scores({"meta_info": meta}, text, "r.").log_probs.tolist()
-[0.0, -0.5, -1.5]
 """
 
 from __future__ import annotations
@@ -23,19 +11,16 @@ from typing import Any
 import numpy as np
 
 from r3train.engine.answer import (
+    answer_to,
     check_base,
     expect_counts,
-    finish_kind,
-    input_log_probs,
-    meta_of,
-    output_log_probs,
-    output_token_ids,
-    routed_rows,
-    strict,
+    log_probs_of,
+    payload,
     version_number,
 )
 from r3train.engine.backend import Request
 from r3train.engine.sglang_http import SGLangHTTP, bound_of_routes, bound_of_texts
+from r3train.routing.wire import decode_routed_experts
 from r3train.types import Rechecked, RecheckPart, RouteShape, Scores
 
 
@@ -61,20 +46,18 @@ class GivenText:
         params: dict[str, Any] = {"max_new_tokens": self.new_tokens, "temperature": 1.0}
         if self.new_tokens:
             params |= {"temperature": 0.0, "ignore_eos": True}
-        body: dict[str, Any] = {
+        body = {
             "rid": rid,
             "input_ids": np.asarray(self.token_ids).tolist(),
             "sampling_params": params,
             "return_logprob": True,
             "logprob_start_len": self.log_probs_from,
+            "return_routed_experts": self.rows_from is not None,
+            "routed_experts_start_len": self.rows_from,
+            "extra_key": self.cache_key,
+            "lora_path": self.adapter,
         }
-        if self.rows_from is not None:
-            body |= {"return_routed_experts": True, "routed_experts_start_len": self.rows_from}
-        if self.cache_key is not None:
-            body["extra_key"] = self.cache_key
-        if self.adapter is not None:
-            body["lora_path"] = self.adapter
-        return body
+        return {name: value for name, value in body.items() if value is not None}
 
     def most_bytes(self, routes: RouteShape | None) -> int:
         """Return the bytes that an honest answer never has; routes: as in ``score``."""
@@ -98,45 +81,53 @@ async def score(
     return read_scores(answer, text, rid, routes=routes)
 
 
-@strict
 def read_scores(
     answer: Any, text: GivenText, rid: str, *, routes: RouteShape | None = None
 ) -> Scores:
-    """Validate and convert the answer to a text; raises the errors of reading in ``score``."""
-    name, new_tokens, sampled = text.name, text.new_tokens, np.zeros(0, np.int32)
-    meta = meta_of(answer, rid, name)
-    reason = meta.get("finish_reason")
-    if (kind := finish_kind(reason, name)) == "abort":
+    """Validate and convert the answer to a text; raises the errors of reading in ``score``.
+
+    SGLang 0.5.23 says 0 for the last id of the vocabulary (``logprob_result_processor.py``: an id stays if
+    it is below ``vocab_size - 1``); its log-prob is right.  So 0 is taken for the id that was sent.
+    """
+    name, new_tokens = text.name, text.new_tokens
+    answer = answer_to(rid, answer, name)
+    meta, reason = answer.meta_info, answer.meta_info.finish_reason
+    if reason.type == "abort":
         raise ValueError(f"sample {name}: aborted")
-    if kind != "length" or reason.get("length") != new_tokens:
-        got = repr(reason)[:100]
-        raise ValueError(f"sample {name}: finish_reason is {got}, expected length {new_tokens}")
-    given = len(text.token_ids)
-    expect_counts(meta, name, prompt_tokens=given, completion_tokens=new_tokens)
-    cached = meta.get("cached_tokens")
-    if type(cached) is not int or not 0 <= cached < given:
-        got = repr(cached)[:100]
-        raise ValueError(f"sample {name}: cached_tokens is {got}, expected 0..{given - 1}")
-    log_probs = input_log_probs(meta, text.token_ids[text.log_probs_from :], name)
-    if new_tokens:
-        sampled = output_token_ids(answer.get("output_ids"), name)
-        if len(sampled) != new_tokens:
-            raise ValueError(f"sample {name}: {len(sampled)} output_ids, expected {new_tokens}")
-        drawn = output_log_probs(meta.get("output_token_logprobs"), sampled, name)
-        log_probs = np.concatenate([log_probs, drawn])
-    rows = np.zeros((given + new_tokens - 1, 0, 0), dtype=np.uint8)
+    if reason.type != "length" or reason.length != new_tokens:
+        raise ValueError(f"sample {name}: finish_reason is {reason}, expected length {new_tokens}")
+    given, num_tokens = len(text.token_ids), len(text.token_ids) + new_tokens
+    counts = {"prompt_tokens": given, "completion_tokens": new_tokens}
+    expect_counts(meta, name, **counts, cached_tokens=range(given))
+    # the token that ends a prefill is not asked for, and SGLang may say its log-prob all the same
+    sampled, drawn = (answer.output_ids, meta.output_token_logprobs) if new_tokens else ([], [])
+    if len(sampled) != new_tokens:
+        raise ValueError(f"sample {name}: {len(sampled)} output_ids, expected {new_tokens}")
+    scored = text.token_ids[text.log_probs_from :].tolist()
+    entries = meta.input_token_logprobs
+    if len(entries) == len(scored):
+        entries = [(entry[0], entry[1] or sent) for entry, sent in zip(entries, scored)]
+        entries[0] = (0.0, entries[0][1])  # no row predicts it
+    log_probs = log_probs_of(entries, scored, name), log_probs_of(drawn, sampled, name)
+    rows = np.zeros((num_tokens - 1, 0, 0), dtype=np.uint8)
     if text.rows_from is not None:
-        payload, num_tokens = meta.get("routed_experts"), given + new_tokens
-        rows = routed_rows(payload, routes, num_tokens, text.rows_from, name)
-    return Scores(log_probs, rows, cached, sampled, meta.get("weight_version"))
+        of_sample = {"num_tokens": num_tokens, "start": text.rows_from, "sample": name}
+        rows = decode_routed_experts(payload(meta, "routed_experts", name), routes, **of_sample)
+    return Scores(
+        np.concatenate(log_probs),
+        rows,
+        meta.cached_tokens,
+        np.array(sampled, dtype=np.int32),
+        meta.weight_version,
+    )
 
 
 def rechecked(
-    scores: Scores, request: Request, part: RecheckPart, server: int, *, serves_adapter: bool
+    scores: Scores, request: Request, part: RecheckPart, server: int, *, names_adapter: bool
 ) -> Rechecked:
     """Make of a request's scores, with rows from ``rows_start`` on, what its samples are compared with.
 
-    serves_adapter: see ``read_answer``.
+    names_adapter: see ``Sent``.
     Raises ValueError naming the sample for tokens from the prefix cache, which the comparison would hold against
     themselves, and for a version that is no number.
     """
@@ -145,8 +136,8 @@ def rechecked(
             f"sample {request.name}: cached_tokens is {scores.cached_tokens}, expected 0"
         )
     held_version = version_number(scores.weight_version, request.name)
-    if serves_adapter:
-        check_base(np.array([held_version]), request.name)
+    if names_adapter:
+        check_base(held_version, request.name)
         held_version = request.weight_version
     return Rechecked(
         sample_id=request.sample_id,

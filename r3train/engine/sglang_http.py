@@ -25,24 +25,15 @@ from r3train.engine.backend import (
     EngineUnreachable,
 )
 from r3train.engine.key import ENGINE_KEY_VARIABLE
+from r3train.engine.typed import typed
 from r3train.types import RouteShape
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# errors after which a request is made again; reading a malformed answer raises the later ones
-ASKED_AGAIN = (
-    EngineBusy,
-    AnswerCutShort,
-    AnswerLate,
-    AnswerRefused,
-    ValueError,
-    TypeError,
-    LookupError,
-    AttributeError,
-    OverflowError,
-)
+# errors after which a request is made again; reading a malformed answer raises ValueError
+ASKED_AGAIN = (EngineBusy, AnswerCutShort, AnswerLate, AnswerRefused, ValueError)
 # between requests to a server that is busy, unless its Retry-After says more
 BUSY_S, LONGEST_BUSY_S = 1.0, 30.0
 
@@ -221,17 +212,17 @@ class SGLangHTTP:
         body: Mapping[str, Any] | None = None,
         *,
         method: str = "POST",
-        read: Callable[[str, Any], Any] = lambda url, answer: answer,
+        kind: Any = Any,
         done: str = "",
     ) -> Any:
-        """Make SGLang's call of this name, which may be repeated, until its answer can be read.
+        """Make SGLang's call of this name, which may be repeated, until its answer is of this kind.
 
-        read: makes the result of URL and answer, or raises BadAnswer; done: see ``Tries.answer``.
+        kind: a type for ``typed``; done: see ``Tries.answer``.
         """
 
         async def once() -> Any:
             answer = await self.call(server, f"/{name}", body, what=name, method=method)
-            return read(self.urls[server], answer)
+            return typed(answer, kind, f"{name}: {self.urls[server]}/{name} answered")
 
         return await Tries(self, name).answer(once, server, done)
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 
 from r3train.cpu.torchvision_stub import declare_torchvision_ops
-from r3train.engine.answer import input_log_probs, meta_of
+from r3train.engine.score import GivenText, score
 from r3train.engine.sglang_http import SGLangHTTP
-from r3train.types import Prompt, RouteShape
+from r3train.types import Prompt, RouteShape, Scores
 
 NUM_LAYERS, TOPK, NUM_EXPERTS, VOCAB, EOS = 3, 2, 8, 512, 1
 ROUTES = RouteShape(num_layers=NUM_LAYERS, topk=TOPK, num_experts=NUM_EXPERTS)
@@ -60,21 +60,11 @@ def prompt_of(seed: int, length: int = 24) -> Prompt:
     return Prompt(prompt_id=f"p{seed}", index=seed, text="", token_ids=ids, label=None)
 
 
-def _generated(addr: str, token_ids: np.ndarray, count: int, adapter: str | None, **asked) -> dict:
-    """The meta_info of an answer of ``count`` tokens to a text."""
-
-    async def ask() -> dict:
+def _scores(addr: str, text: GivenText) -> Scores:
+    async def ask() -> Scores:
         http = SGLangHTTP([addr])
         try:
-            body = {
-                "rid": "a-probe.",
-                "input_ids": np.asarray(token_ids).tolist(),
-                "sampling_params": {"max_new_tokens": count, "temperature": 1.0},
-                **({} if adapter is None else {"lora_path": adapter}),
-                **asked,
-            }
-            answer = await http.call(0, "/generate", body, what="probe")
-            return meta_of(answer, body["rid"], "of a probe")
+            return await score(http, 0, text, "a-probe.")
         finally:
             await http.aclose()
 
@@ -83,13 +73,14 @@ def _generated(addr: str, token_ids: np.ndarray, count: int, adapter: str | None
 
 def probe_log_probs(addr: str, token_ids: np.ndarray, *, adapter: str | None = None) -> np.ndarray:
     """A server's log-probs of a given text, float32[T]: entry 0 is 0.  The prefix cache is not used."""
-    asked = {"return_logprob": True, "logprob_start_len": 0}
-    return input_log_probs(_generated(addr, token_ids, 0, adapter, **asked), token_ids, "probe")
+    return _scores(addr, GivenText(np.asarray(token_ids), "of a probe", adapter=adapter)).log_probs
 
 
 def cached_tokens(addr: str, token_ids: np.ndarray, *, adapter: str) -> int:
     """Tokens of a text that a server had cached; all of it is cached afterwards."""
-    return _generated(addr, token_ids, 1, adapter)["cached_tokens"]
+    last, ids = len(token_ids) - 1, np.asarray(token_ids)
+    text = GivenText(ids, "of a probe", log_probs_from=last, adapter=adapter, new_tokens=1)
+    return _scores(addr, text).cached_tokens
 
 
 def wait_until_running(addr: str, count: int, then_s: float = 0.3) -> None:

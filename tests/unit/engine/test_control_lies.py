@@ -32,15 +32,18 @@ CHECKSUMS = {"ranks": [{"checksums": {"w": "abc"}}, {"checksums": {"w": "def"}}]
 
 def scored(body):
     entries = [[None, 5, None], [-0.5, 6, None], [-1.5, 7, None]]
+    new_tokens = body.get("sampling_params", {}).get("max_new_tokens", 0)
     return {
+        "output_ids": [8] * new_tokens,
         "meta_info": {
             "id": body["rid"],
             "prompt_tokens": 3,
-            "completion_tokens": 0,
+            "completion_tokens": new_tokens,
             "cached_tokens": 0,
-            "finish_reason": {"type": "length", "length": 0},
-            "input_token_logprobs": entries,
-        }
+            "finish_reason": {"type": "length", "length": new_tokens},
+            "input_token_logprobs": entries[body.get("logprob_start_len", 0) :],
+            "output_token_logprobs": [[-0.25, 8, None]] * new_tokens,
+        },
     }
 
 
@@ -161,16 +164,38 @@ async def test_nonsense_in_any_place_is_understood_or_an_error_that_names_the_se
             "weight_checksums",
             ("ranks",),
             KeyError,
-            "/weights_checker answered .* each of its ranks",
+            "/weights_checker answered: .* missing .*field `ranks`",
         ),
-        ("weight_checksums", ("ranks",), [], "/weights_checker answered .* each of its ranks"),
-        ("weight_checksums", ("ranks", 1), {}, "/weights_checker answered .* each of its ranks"),
-        ("weight_checksums", ("ranks", 1, "checksums", "w"), 7, "/weights_checker answered"),
-        ("read_canary", ("meta_info",), None, "the answer has no meta_info"),
+        (
+            "weight_checksums",
+            ("ranks",),
+            [],
+            r"/weights_checker answered: ranks is \[\], expected `array`",
+        ),
+        ("weight_checksums", ("ranks", 1), {}, r"ranks\[1\] is {}, .* field `checksums`"),
+        ("weight_checksums", ("ranks", 1, "checksums"), {}, r"ranks\[1\].checksums is {}, exp"),
+        (
+            "weight_checksums",
+            ("ranks", 1, "checksums", "w"),
+            7,
+            r"ranks\[1\].checksums\[...\] is {'w': 7}, expected `str`",
+        ),
+        ("server_info", (), [], r"/server_info answered: the answer is \[\], expected `object`"),
+        ("read_canary", ("meta_info",), None, "meta_info is None, expected `object`"),
         ("read_canary", ("meta_info", "id"), "s.", "is to the request 's.', expected 'r3train-pro"),
         ("read_canary", ("meta_info", "cached_tokens"), -1, "cached_tokens is -1"),
-        ("read_canary", ("meta_info", "input_token_logprobs", 1, 0), 0.7, "log-prob 1 is 0.7"),
-        ("read_canary", ("meta_info", "input_token_logprobs", 1), 7, "a damaged answer"),
+        (
+            "read_canary",
+            ("meta_info", "input_token_logprobs", 1, 0),
+            0.7,
+            r"logprobs\[1\]\[0\] is 0.7",
+        ),
+        (
+            "read_canary",
+            ("meta_info", "input_token_logprobs", 1),
+            7,
+            r"logprobs\[1\] is 7, expected `array`",
+        ),
     ],
 )
 async def test_the_field_is_named(name, spot, lie, words):
@@ -178,6 +203,18 @@ async def test_the_field_is_named(name, spot, lie, words):
         with pytest.raises(EngineError, match=words) as error:
             await asyncio.to_thread(ask, control, name)
         assert addr in str(error.value)
+
+
+async def test_only_the_whole_reading_of_a_canary_draws_tokens():
+    async with told([]) as (control, _):
+        text, halves = np.array([5, 6, 7], dtype=np.int32), {"halves": True, "routes": None}
+        scores = await asyncio.to_thread(
+            control.read_canary, text, "key", server=0, new_tokens=2, **halves
+        )
+    assert scores.whole.log_probs.tolist() == [0, -0.5, -1.5, -0.25, -0.25]
+    assert scores.whole.sampled.tolist() == [8, 8] and scores.whole.rows.shape == (4, 0, 0)
+    for half in (scores.early, scores.warm):
+        assert half.log_probs.tolist() == [0, -1.5] and len(half.sampled) == 0
 
 
 async def test_a_server_with_pages_ends_a_text_up_to_two_pages_before_its_room():

@@ -55,7 +55,7 @@ async def test_an_address_that_answers_something_else_is_no_server(name):
 
     async with control_of(Fake(page)) as engine:
         with pytest.raises(
-            EngineError, match=f"/{name} answered 'welcome', expected a JSON object"
+            EngineError, match=f"/{name} answered: the answer is 'welcome', expected `object`"
         ):
             await asyncio.to_thread(getattr(engine, name))
 

@@ -96,45 +96,105 @@ LONG = {"type": "length", "length": 3}
 LIES = {
     "an id past the vocabulary": ({}, [9, 12, 4], "output token 1 is 12, expected 0 to 11"),
     "a huge id": ({}, [9, 2147483647, 4], "output token 1 is 2147483647"),
-    "an id of 40 bits": ({}, [9, 1 << 40, 4], "output token 1 is 1099511627776"),
-    "an id of 63 bits": ({}, [9, (1 << 63) - 1, 4], "output token 1 is"),
-    "an id of 80 bits": ({}, [9, 1 << 80, 4], "a damaged answer: OverflowError"),
-    "an id below 0": ({}, [9, -100, 4], "output token 1 is -100"),
-    "true as an id": ({}, [9, True, 4], "output_ids is no list of token ids"),
-    "a fraction as an id": ({}, [9, 11.0, 4], "output_ids is no list of token ids"),
-    "a text as an id": ({}, [9, "11", 4], "output_ids is no list of token ids"),
-    "ids in a text": ({}, "123", "output_ids is no list of token ids"),
+    "an id of 40 bits": (
+        {},
+        [9, 1 << 40, 4],
+        r"output_ids\[1\] is 1099511627776, expected `int` <=",
+    ),
+    "an id of 63 bits": ({}, [9, (1 << 63) - 1, 4], r"output_ids\[1\] is 9223372036854775807, exp"),
+    "an id of 80 bits": ({}, [9, 1 << 80, 4], r"output_ids\[1\] is 1208925819614629174706176, exp"),
+    "an id below 0": ({}, [9, -100, 4], r"output_ids\[1\] is -100, expected `int` >= 0"),
+    "true as an id": ({}, [9, True, 4], r"output_ids\[1\] is True, expected `int`"),
+    "a fraction as an id": ({}, [9, 11.0, 4], r"output_ids\[1\] is 11.0, expected `int`"),
+    "a text as an id": ({}, [9, "11", 4], r"output_ids\[1\] is '11', expected `int`"),
+    "ids in a text": ({}, "123", "output_ids is '123', expected `array`"),
     "another request's id": ({"id": "s."}, None, "is to the request 's.', expected 'r.'"),
-    "no request's id": ({"id": None}, None, "is to the request 'None', expected 'r.'"),
+    "no request's id": ({"id": None}, None, "meta_info.id is None, expected `str`"),
     "true as the log-prob's id": (
         {"output_token_logprobs": [[-0.5, 9, None], [-1.5, True, None], [0, 4, None]]},
         None,
-        "log-prob 1 is of token True, token 1 is 11",
+        r"logprobs\[1\]\[1\] is True, expected `int`",
     ),
     "a log-prob of another id": (log_probs(-1, -1, -1, ids=[9, 10, 4]), None, "is of token 10"),
-    "a log-prob above 0": (log_probs(-1, 0.01, -1), None, "log-prob 1 is 0.01"),
-    "a log-prob far above 0": (log_probs(-1, 1e30, -1), None, r"log-prob 1 is 1e\+30"),
-    "a log-prob past float32": (log_probs(-1, -1e300, -1), None, r"log-prob 1 is -1e\+300"),
-    "a log-prob far below": (log_probs(-1, -10001, -1), None, "log-prob 1 is -10001,"),
-    "a log-prob in text": (log_probs(-1, "-0.5", -1), None, "log-prob 1 is '-0.5', expected a num"),
-    "a log-prob in truth": (log_probs(-1, False, -1), None, "log-prob 1 is 'False'"),
-    "no log-prob": (log_probs(-1, None, -1), None, "log-prob 1 is 'None'"),
-    "log-probs in texts": ({"output_token_logprobs": ["abc", "def", "ghi"]}, None, "is of token b"),
-    "log-probs that are numbers": ({"output_token_logprobs": [1, 2, 3]}, None, "TypeError"),
+    "a log-prob above 0": (
+        log_probs(-1, 0.01, -1),
+        None,
+        r"logprobs\[1\]\[0\] is 0.01, expected `float` <= 0.0001",
+    ),
+    "a log-prob far above 0": (
+        log_probs(-1, 1e30, -1),
+        None,
+        r"logprobs\[1\]\[0\] is 1e\+30, expected `float` <=",
+    ),
+    "a log-prob past float32": (
+        log_probs(-1, -1e300, -1),
+        None,
+        r"logprobs\[1\]\[0\] is -1e\+300, expected `float` >=",
+    ),
+    "a log-prob far below": (
+        log_probs(-1, -10001, -1),
+        None,
+        r"logprobs\[1\]\[0\] is -10001, expected `float` >= -10000",
+    ),
+    "a log-prob in text": (
+        log_probs(-1, "-0.5", -1),
+        None,
+        r"logprobs\[1\]\[0\] is '-0.5', expected `float`",
+    ),
+    "a log-prob in truth": (
+        log_probs(-1, False, -1),
+        None,
+        r"logprobs\[1\]\[0\] is False, expected `float`",
+    ),
+    "no log-prob": (log_probs(-1, None, -1), None, r"logprobs\[1\]\[0\] is None, expected `float`"),
+    "log-probs in texts": (
+        {"output_token_logprobs": ["abc", "def", "ghi"]},
+        None,
+        r"logprobs\[0\] is 'abc', expected `array`",
+    ),
+    "log-probs that are numbers": (
+        {"output_token_logprobs": [1, 2, 3]},
+        None,
+        r"logprobs\[0\] is 1, expected `array`",
+    ),
     "a log-prob too few": (log_probs(-1, -1), None, "2 log-probs for 3 tokens"),
-    "true as a count": ({"completion_tokens": True}, None, "completion_tokens is True, expected 3"),
-    "a fraction as a count": ({"prompt_tokens": 3.0}, None, "prompt_tokens is 3.0, expected 3"),
-    "a count in text": ({"prompt_tokens": "3"}, None, "prompt_tokens is '3', expected 3"),
-    "a count below 0": ({"prompt_tokens": -3}, None, "prompt_tokens is -3, expected 3"),
+    "true as a count": (
+        {"completion_tokens": True},
+        None,
+        "completion_tokens is True, expected `int`",
+    ),
+    "a fraction as a count": ({"prompt_tokens": 3.0}, None, "prompt_tokens is 3.0, expected `int`"),
+    "a count in text": ({"prompt_tokens": "3"}, None, "prompt_tokens is '3', expected `int`"),
+    "a count below 0": ({"prompt_tokens": -3}, None, "prompt_tokens is -3, expected `int` >= 0"),
     "retractions below 0": ({"num_retractions": -1}, None, "num_retractions is -1"),
-    "cached tokens below 0": ({"cached_tokens": -1}, None, "cached_tokens is -1, expected 0 to 2"),
+    "cached tokens below 0": (
+        {"cached_tokens": -1},
+        None,
+        "cached_tokens is -1, expected `int` >= 0",
+    ),
     "more cached than sent": ({"cached_tokens": 4}, None, "cached_tokens is 4, expected 0 to 2"),
-    "true cached tokens": ({"cached_tokens": True}, None, "cached_tokens is True, expected 0 to 2"),
-    "more drafts right than made": (drafts(4, 3, 1), None, "4 of 3 drafts were right in 1 ver"),
-    "drafts below 0": (drafts(-1, 3, 1), None, "-1 of 3 drafts were right"),
-    "drafts of no verification": (drafts(1, 3, 0), None, "1 of 3 drafts were right in 0 ver"),
-    "drafts in text": (drafts(1, "3", 1), None, "1 of '3' drafts were right"),
-    "a part of the drafts": ({"spec_verify_ct": 1}, None, "None of None drafts were right"),
+    "true cached tokens": ({"cached_tokens": True}, None, "cached_tokens is True, expected `int`"),
+    "more drafts right than made": (
+        drafts(4, 3, 1),
+        None,
+        "spec_num_correct_drafts is 4, expected 0 to 3",
+    ),
+    "drafts below 0": (
+        drafts(-1, 3, 1),
+        None,
+        "spec_num_correct_drafts is -1, expected `int` >= 0",
+    ),
+    "drafts of no verification": (
+        drafts(1, 3, 0),
+        None,
+        "spec_verify_ct is 0, expected `int` >= 1",
+    ),
+    "drafts in text": (drafts(1, "3", 1), None, "spec_num_proposed_drafts is '3', expected `int`"),
+    "a part of the drafts": (
+        {"spec_verify_ct": 1},
+        None,
+        "spec_num_proposed_drafts is None, expected 0 to",
+    ),
     "true retractions": ({"num_retractions": True}, None, "num_retractions is True"),
     "too short": (
         ended({"type": "length", "length": 2}, [9, 11]),
@@ -145,7 +205,11 @@ LIES = {
     "no length": ({"finish_reason": {"type": "length"}}, None, "3 tokens were sent"),
     "an abort of tokens": ({"finish_reason": {"type": "abort"}}, None, "nobody here aborted it"),
     "an empty abort": (ended({"type": "abort"}, []), [], "nobody here aborted it"),
-    "a queue's abort": ({"prompt_tokens": None, "finish_reason": {"type": "abort"}}, [], "nobody"),
+    "a queue's abort": (
+        {"prompt_tokens": None, "finish_reason": {"type": "abort"}},
+        [],
+        "prompt_tokens is None, exp",
+    ),
     "a stop without a token": (
         {"finish_reason": {"type": "stop", "matched": 4}},
         None,
@@ -164,7 +228,7 @@ LIES = {
     "a stop at truth": (
         ended({"type": "stop", "matched": True}, [9, 11, STOP]),
         [9, 11, STOP],
-        "True.* and the last token 1",
+        "finish_reason.matched is True, expected `int | str",
     ),
     "tokens after a stop": (
         ended({"type": "stop", "matched": STOP}, [STOP, 11, STOP]),
@@ -194,7 +258,7 @@ LIES = {
     "a version as a number": (
         {"weight_versions": [{"version": 4, "start": 0, "end": 3}]},
         None,
-        "weight version '4', expected a number",
+        r"weight_versions\[0\].version is 4, expected `str`",
     ),
     "a version in other digits": (
         {"weight_versions": [{"version": "٤", "start": 0, "end": 3}]},
@@ -214,7 +278,7 @@ LIES = {
             ]
         },
         None,
-        "do not cover 3 output tokens",
+        r"weight_versions\[1\].start is True, expected `int`",
     ),
     "a version's end below its start": (
         {
@@ -277,7 +341,7 @@ def test_log_probs_among_sampling_mask_are_held_to_the_same(value):
     good = {**META, **KEPT}
     assert read(good, how=how).log_probs.tolist() == [-0.25, -1, 0]
     lie = {"output_token_sampling_logprobs": [-0.25, value, 0.0]}
-    with pytest.raises(ValueError, match="^sample 12 .*log-prob 1 is"):
+    with pytest.raises(ValueError, match=r"^sample 12 .*output_token_sampling_logprobs\[1\] is"):
         read({**good, **lie}, how=how)
 
 
@@ -319,7 +383,7 @@ def test_a_server_ends_a_text_where_its_room_ends_and_nowhere_else(ends_at, fits
 
 def test_without_a_known_vocabulary_an_id_still_fits_32_bits():
     assert read(of=sent(vocab_size=None)).token_ids.tolist() == IDS
-    with pytest.raises(ValueError, match="output token 1 is 2147483648"):
+    with pytest.raises(ValueError, match=r"output_ids\[1\] is 2147483648"):
         read(ids=[9, 1 << 31, 4], of=sent(vocab_size=None))
 
 
@@ -335,37 +399,45 @@ AGAIN = {
 }
 
 
-def read_again(serves_adapter=False, **changes):
+def again(log_prob, *ids):
+    """Entries of a text of three tokens, the second with this log-prob."""
+    return [[None, 5, None], [log_prob, ids[0], None], [-1.5, ids[1], None]]
+
+
+def read_again(names_adapter=False, **changes):
     how = request(max_new_tokens=0)
     meta = copy.deepcopy(AGAIN) | changes
     text = GivenText(how.token_ids, how.name, rows_from=how.rows_start)
     scores = read_scores({"meta_info": meta}, text, "r.", routes=SHAPE)
-    return rechecked(scores, how, "whole", 0, serves_adapter=serves_adapter)
+    return rechecked(scores, how, "whole", 0, names_adapter=names_adapter)
 
 
 def test_a_text_that_was_computed_again_is_read():
     again = read_again()
     assert again.log_probs.tolist() == [-0.5, -1.5] and again.held_version == 4
     # a server of adapters says the version of its base
-    assert read_again(serves_adapter=True, weight_version="0").held_version == 4
+    assert read_again(names_adapter=True, weight_version="0").held_version == 4
     with pytest.raises(ValueError, match="base has weight version 4, expected 0"):
-        read_again(serves_adapter=True)
+        read_again(names_adapter=True)
 
 
 @pytest.mark.parametrize(
     "changes, message",
     [
         ({"cached_tokens": 1}, "cached_tokens is 1, expected 0"),
-        ({"cached_tokens": False}, "cached_tokens is False, expected 0..2"),
-        ({"cached_tokens": None}, "cached_tokens is None, expected 0..2"),
+        ({"cached_tokens": False}, "cached_tokens is False, expected `int`"),
+        ({"cached_tokens": None}, "cached_tokens is None, expected `int`"),
         ({"completion_tokens": 1}, "completion_tokens is 1, expected 0"),
         ({"id": "s."}, "is to the request 's.', expected 'r.'"),
-        ({"weight_version": 4}, "weight version '4', expected a number"),
+        ({"weight_version": 4}, "weight_version is 4, expected `str"),
+        ({"weight_version": "default"}, "weight version 'default', expected a number"),
+        ({"weight_version": None}, "weight version 'None', expected a number"),
         ({"finish_reason": {"type": "abort"}}, "aborted"),
-        ({"input_token_logprobs": [[None, 5], [0.7, 6], [-1.5, 7]]}, "log-prob 1 is 0.7"),
-        ({"input_token_logprobs": [[None, 5], ["-1", 6], [-1.5, 7]]}, "log-prob 1 is '-1'"),
-        ({"input_token_logprobs": [[None, 5], [-1e30, 6], [-1.5, 7]]}, "log-prob 1 is -1e"),
-        ({"input_token_logprobs": [[None, 5], [-1, 7], [-1.5, 6]]}, "is of token 7, token 1 is 6"),
+        ({"input_token_logprobs": again(0.7, 6, 7)}, r"logprobs\[1\]\[0\] is 0.7"),
+        ({"input_token_logprobs": again("-1", 6, 7)}, r"logprobs\[1\]\[0\] is '-1'"),
+        ({"input_token_logprobs": again(-1e30, 6, 7)}, r"logprobs\[1\]\[0\] is -1e"),
+        ({"input_token_logprobs": again(-1, 7, 6)}, "is of token 7, token 1 is 6"),
+        ({"input_token_logprobs": again(None, 6, 7)}, "log-prob 1 is None, expected a number"),
         ({"routed_experts": spoiled(all_of(-1), ROUTES[:2])["routed_experts"]}, "expert -1"),
     ],
 )

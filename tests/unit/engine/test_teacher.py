@@ -93,7 +93,7 @@ def spoiled(change):
     [
         (refuse, "too long"),
         (hang_up, "connection to .* broke"),
-        (spoiled(lambda meta: meta.pop("input_token_logprobs")), "None log-probs for 5 tokens"),
+        (spoiled(lambda meta: meta.pop("input_token_logprobs")), "0 log-probs for 5 tokens"),
         (spoiled(lambda meta: meta["input_token_logprobs"].pop()), "4 log-probs for 5 tokens"),
         (spoiled(lambda meta: meta.update(id="another")), "is to the request 'another', expected"),
         (
