@@ -34,7 +34,8 @@ from r3train.loop.stage_weight_sync import StageLeaderPublisher, PerStagePublish
 from r3train.engine.adapters import AdapterPublisher, Adapters, adapter_name
 from r3train.engine.addresses import address_for, address_of_interface, host_of, interface_of
 from r3train.engine.addresses import is_loopback
-from r3train.engine.backend import Request, RolloutBackend, SamplingParams
+from r3train.data.sampled import outside_vocabulary
+from r3train.engine.backend import BadAnswer, Request, RolloutBackend, SamplingParams
 from r3train.engine.control import MEMORY, EngineControl, ServerVersions
 from r3train.engine.key import engine_api_key
 from r3train.generation.agent_episode import AgentEpisode
@@ -362,7 +363,7 @@ class Engines(RolloutFleet):
 
             async def read(i: int) -> CanaryScores:
                 async with slots:
-                    return await self._control.read_canary(
+                    scores = await self._control.read_canary(
                         texts[i],
                         keys[i],
                         server=server,
@@ -371,6 +372,9 @@ class Engines(RolloutFleet):
                         new_tokens=drawn,
                         adapter=adapter,
                     )
+                if found := outside_vocabulary(scores.whole.sampled, self.job.hf.vocab_size):
+                    raise BadAnswer(f"canary {i} of server {server}: drawn {found}")
+                return scores
 
             return list(await asyncio.gather(*map(read, range(len(texts)))))
 

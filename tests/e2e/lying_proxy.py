@@ -338,6 +338,8 @@ for status in (429, 502, 503, 504):
         status=status, text="busy", headers={"Retry-After": "0"}
     )
 
+# seconds before a lie is told
+AFTER_S: dict[str, float] = {}
 # told by the proxy itself: another request's answer, and a body that ends before its Content-Length says
 EVERY_LIE = (*LIES, *RAW, "duplicate", "swap", "cut")
 # one of each kind of damage that a network or a server does
@@ -502,6 +504,8 @@ class _Liar:
         self._record.told.append(Told(time.monotonic(), asked, truth, kind))
         raw_answer = json.dumps(answer).encode()
         if kind in RAW:
+            # behind the true answers that came before it, which are read in threads
+            await asyncio.sleep(AFTER_S.get(kind, 0))
             return RAW[kind](raw_answer, answer)
         if kind in HARMLESS:
             return HARMLESS[kind](answer)

@@ -114,6 +114,8 @@ def test_a_redirect_ends_the_run_and_samples_that_no_model_drew_are_generated_ag
         status=307, headers={"Location": target}
     )  # noqa: E731
     monkeypatch.setitem(lying_proxy.RAW, "moved", moved)
+    # samples that were answered before wait in the buffer by then
+    monkeypatch.setitem(lying_proxy.AFTER_S, "moved", 3.0)
 
     def invented(answer):
         """Log-probs that could be: only the trainer's own show that they are not."""

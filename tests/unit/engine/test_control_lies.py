@@ -208,9 +208,8 @@ async def test_the_field_is_named(name, spot, lie, words):
 async def test_only_the_whole_reading_of_a_canary_draws_tokens():
     async with told([]) as (control, _):
         text, halves = np.array([5, 6, 7], dtype=np.int32), {"halves": True, "routes": None}
-        scores = await asyncio.to_thread(
-            control.read_canary, text, "key", server=0, new_tokens=2, **halves
-        )
+        reading = control.read_canary(text, "key", server=0, new_tokens=2, **halves)
+        scores = await asyncio.to_thread(control.begin(reading))
     assert scores.whole.log_probs.tolist() == [0, -0.5, -1.5, -0.25, -0.25]
     assert scores.whole.sampled.tolist() == [8, 8] and scores.whole.rows.shape == (4, 0, 0)
     for half in (scores.early, scores.warm):
