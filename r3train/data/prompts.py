@@ -13,6 +13,7 @@ import numpy as np
 
 from r3train.config.data_settings import DataSection, PromptFile
 from r3train.config.files import downloads_nothing, require_regular
+from r3train.data.json_values import json_value, label_value
 from r3train.data.templates import ChatTemplate
 from r3train.ids import prompt_id
 from r3train.types import Prompt
@@ -76,7 +77,7 @@ def load_prompts(
                 index=record.index,
                 text=text,
                 token_ids=np.asarray(tokens, dtype=np.int32),
-                label=find_value(record.content, data.label_key),
+                label=_label(record, data.label_key),
                 metadata=_metadata(record, data.metadata_key),
                 content=find_value(record.content, data.input_key),
             )
@@ -331,8 +332,12 @@ def are_messages(value: Any) -> bool:
     )
 
 
+def _label(record: Record, key: str) -> Any:
+    return label_value(record.where, key, find_value(record.content, key))
+
+
 def _metadata(record: Record, key: str) -> dict[str, Any]:
-    value = find_value(record.content, key)
+    value = json_value(record.where, key, find_value(record.content, key))
     if value is None:
         return {}
     if not isinstance(value, dict):

@@ -5,7 +5,14 @@ from __future__ import annotations
 import os
 import re
 
-from r3train.rewards.answers import after_mark, final_answer, last_box, number_of
+from r3train.rewards.answers import (
+    after_mark,
+    final_answer,
+    last_box,
+    number_of,
+    quantity_of,
+    written,
+)
 from r3train.rewards.reward import Reward, bad_label
 from r3train.rewards.workers import CallFailed, WorkerEnded, Workers
 from r3train.types import Prompt, RolloutSample
@@ -13,8 +20,39 @@ from r3train.types import Prompt, RolloutSample
 # expressions of a kind that the library answers at all are answered in a fraction of this
 _CALL_S = 3.0
 _PROCESSES = 4
-_DAPO_TAIL = 300
+_DAPO_TAIL, _DAPO_BOX_TAIL = 300, 100
 _ANSWER = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
+# what does not count in DAPO's answers, in the order in which verl takes it away
+_UNITS = "square ways integers dollars mph inches hours km units \\ldots sue points feet minutes digits cents degrees"
+_UNITS += " cm gm pounds meters meals edges students childrentickets multiples \\text{s} \\text{.}"
+_MARKS = (
+    "\\text{\ns}",
+    "\\text{}^2",
+    "\\text{}^3",
+    "\\text{\n}",
+    "\\text{}",
+    "\\mathrm{th}",
+    "^\\circ",
+)
+_MARKS += ("^{\\circ}", "\\;", ",\\!", "{,}", '"', "\\dots")
+_REPLACED = [
+    ("an ", ""),
+    ("a ", ""),
+    (".$", "$"),
+    ("\\$", ""),
+    ("\\ ", ""),
+    (" ", ""),
+    ("mbox", "text"),
+]
+_REPLACED += [(",\\text{and}", ","), ("\\text{and}", ","), ("\\text{m}", "\\text{}")]
+_REPLACED += [(text, "") for text in (*_UNITS.split(), *_MARKS)]
+_REWRITTEN = [(r"(.*?)(\$)(.*?)(\$)(.*)", r"$\3$")]
+_REWRITTEN += [(rf"\\{name}\{{(.*?)\}}", r"\1") for name in ("text", "textbf", "overline")]
+_REWRITTEN += [
+    (r"\\boxed\{(.*)\}", r"\1"),
+    (r"frac([^{])(.)", r"frac{\1}{\2}"),
+    (r"sqrt([^{])", r"sqrt{\1}"),
+]
 
 
 class MathReward(Reward):
@@ -41,6 +79,10 @@ class MathReward(Reward):
     def require_label(self, prompt: Prompt) -> None:
         """Raise ValueError for a label that is neither text nor a number."""
         label_text(prompt, self.name)
+
+    def right_answer(self, prompt: Prompt) -> str:
+        """The label's answer, in a box."""
+        return f"\\boxed{{{wanted_answer(prompt, self.name)}}}"
 
     async def check(self, prompt: Prompt) -> None:
         """Raise ValueError for a label that is no mathematics."""
@@ -77,45 +119,49 @@ class MathReward(Reward):
 
 def label_text(prompt: Prompt, name: str) -> str:
     """The label as text; raises ValueError for one that is neither text nor a number."""
-    if isinstance(prompt.label, bool) or not isinstance(prompt.label, (str, int, float)):
-        raise bad_label(prompt, f"{name} needs a label of text")
-    return str(prompt.label)
+    text = written(prompt.label)
+    if text is None:
+        raise bad_label(prompt, f"{name} needs a label of text or a number")
+    return text
 
 
 def wanted_answer(prompt: Prompt, name: str) -> str:
-    """The answer that a label asks for: its last box, else what follows ####, else all of it."""
+    """The answer that a label asks for: its last box, else what follows ####, else all of it.
+
+    A number with an exponent, which mathematics reads as a product, comes without.
+    """
     label = label_text(prompt, name)
-    for find in (last_box, after_mark):
-        if answer := find(label):
-            return answer
-    return label.strip()
+    found = next(filter(None, (find(label) for find in (last_box, after_mark))), label.strip())
+    number = number_of(found) if "e" in found.lower() else None
+    return found if number is None else f"{number:f}"
 
 
 def gsm8k(prompt: Prompt, text: str) -> float:
     """1 where the response's final answer is the label's number, else 0; reads no other mathematics.
 
-    The label is a number, or a solution of the data set, which ends in ``#### number``.
+    The label is a number, or a solution of the data set, which ends in ``#### number``.  Units, a percent sign and
+    ``x =`` do not count.
     """
-    label = number_of(wanted_answer(prompt, "gsm8k").rstrip("%"))
+    label = quantity_of(wanted_answer(prompt, "gsm8k"))
     if label is None:
         raise bad_label(prompt, "gsm8k needs a label that is a number or ends in '#### number'")
-    answer = number_of((final_answer(text) or "").rstrip("%"))
-    return float(answer == label)
+    return float(quantity_of(final_answer(text) or "") == label)
 
 
 def dapo(prompt: Prompt, text: str) -> float:
     """1 where the last line ``Answer: ...`` of the response is the label, else -1.
 
-    Reads the last 300 characters, as DAPO does (arXiv 2503.14476).  Dollar signs, a box and white
-    space do not count; numbers are compared by value.
+    Reads the last 300 characters; without such a line a box in the last 100 is the answer, letter by letter.
+    Articles, units, dollar signs, a box and white space do not count.
+    Source: DAPO (arXiv 2503.14476), and ``compute_score`` of verl's math_dapo.
     """
     label = wanted_answer(prompt, "dapo")
-    lines = _ANSWER.findall(text[-_DAPO_TAIL:])
-    if not lines:
-        return -1.0
-    answer = last_box(lines[-1]) or lines[-1]
-    same = _same_number(label, answer)
-    return 1.0 if (_bare(answer) == _bare(label) if same is None else same) else -1.0
+    tail = text[-_DAPO_TAIL:]
+    if lines := _ANSWER.findall(tail):
+        is_right = _normal(lines[-1]) == _normal(label)
+    else:
+        is_right = last_box(tail[-_DAPO_BOX_TAIL:]) == label
+    return 1.0 if is_right else -1.0
 
 
 def _same_number(label: str, answer: str) -> bool | None:
@@ -124,6 +170,12 @@ def _same_number(label: str, answer: str) -> bool | None:
     return None if wanted is None or found is None else wanted == found
 
 
-def _bare(text: str) -> str:
-    """The letters of an answer without dollar signs, white space and a full stop at the end."""
-    return "".join(text.replace("$", "").split()).rstrip(".")
+def _normal(answer: str) -> str:
+    """A final answer as verl's ``normalize_final_answer`` writes it, step by step in its order."""
+    answer = answer.split("=")[-1]
+    for before, after in _REPLACED:
+        answer = answer.replace(before, after)
+    for pattern, after in _REWRITTEN:
+        answer = re.sub(pattern, after, answer)
+    answer = answer.replace("$", "")
+    return answer.replace(",", "") if answer.replace(",", "").isdigit() else answer.strip()

@@ -30,7 +30,7 @@ _FIELD = re.compile(r"\{(prompt|response|label)\}")
 class _HttpReward(Reward):
     """A reward that is asked for over HTTP; the other side judges the label."""
 
-    can_be_tried = False
+    num_tried = 0
 
     def __init__(self, url: str, timeout_s: float, key: str | None = None) -> None:
         self._url, self._timeout_s = url, timeout_s

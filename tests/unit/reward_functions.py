@@ -228,3 +228,11 @@ def of_verl_wanting_more(solution_str, ground_truth, tokenizer):
 
 def of_text(prompt, text, ids):
     return len(text)
+
+
+def wants_a_box(prompt, text, ids):
+    return float(f"\\boxed{{{prompt.label}}}" in text)
+
+
+def first_word(prompt, text, ids):
+    return float(bool(text.split()))

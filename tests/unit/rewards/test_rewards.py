@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 
+import psutil
 import pytest
+from tests.unit.reward_functions import PATH
 from tests.unit.rewards.test_scoring import sample, scored, settings
 
 from r3train.rewards.scoring import Scorer
@@ -117,10 +120,35 @@ def test_math_names_the_prompt_of_a_bad_label(label):
 
 
 def test_closing_math_ends_its_process():
-    scorer = Scorer(settings(rm_type="math"))
-    scorer.check([sample(label="x+1").prompt])
-    (math,) = scorer._named.values()
-    assert all(worker._process is None for worker in math._workers._workers)
+    def num_graders():
+        return sum(
+            "r3train.rewards.worker" in " ".join(child.cmdline()) for child in process.children()
+        )
+
+    process = psutil.Process()
+    scorer, before = Scorer(settings(rm_type="math")), num_graders()
+
+    async def score():
+        await scorer(sample("x + 1", label="x+1"))
+        return num_graders()
+
+    assert asyncio.run(score()) > before
+    scorer.close()
+    assert num_graders() == before
+
+
+@pytest.mark.parametrize("name", ["math", "code", PATH + "half"])
+def test_a_scorer_that_was_closed_scores_in_another_loop_however_many_wait(name):
+    scorer = Scorer(settings(rm_type=name, reward_concurrency=2))
+    text = "```python\nx = 1\n```\n\\boxed{\\frac{2}{4}}"
+    label = "assert x == 1" if name == "code" else "1/2"
+    answers = [sample(text, label=label, number=number) for number in range(6)]
+    for _ in range(2):
+        try:
+            rewards = asyncio.run(scorer.group(answers))
+        finally:
+            scorer.close()
+        assert set(rewards) == {0.5 if ":" in name else 1.0}
 
 
 @pytest.mark.parametrize(
@@ -150,7 +178,9 @@ def test_gsm8k_refuses_a_label_without_a_number():
         ("34", "Answer: 34", 1.0),
         ("34", "Answer: 33\nno: answer: $34$.", 1.0),
         ("34", r"Answer: \boxed{34}", 1.0),
-        ("34", r"\boxed{34}", -1.0),
+        ("34", r"\boxed{34}", 1.0),  # without a line of Answer, as verl's
+        ("34", r"\boxed{34.0}", -1.0),
+        ("34", r"Answer: 3, no: \boxed{34}", -1.0),
         ("34", "Answer: 34" + " and so on" * 100, -1.0),
         ("x + 1", "Answer: x+1", 1.0),
         ("34", "", -1.0),
