@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -80,6 +81,7 @@ def load_prompts(
                 label=_label(record, data.label_key),
                 metadata=_metadata(record, data.metadata_key),
                 content=find_value(record.content, data.input_key),
+                columns=_columns(record, data),
             )
         )
     if overlong:
@@ -334,6 +336,17 @@ def are_messages(value: Any) -> bool:
 
 def _label(record: Record, key: str) -> Any:
     return label_value(record.where, key, find_value(record.content, key))
+
+
+def _columns(record: Record, data: DataSection) -> dict[str, Any] | None:
+    """The row's columns but prompt and tools that are JSON; None where no function of the user could ask for them."""
+    if data.custom_rm_path is None and ":" not in (data.rm_type or ""):
+        return None
+    found = {}
+    for key in record.content.keys() - {data.input_key, data.tool_key}:
+        with suppress(ValueError):  # what a reward does not ask for need not be JSON
+            found[key] = json_value(record.where, key, record.content[key])
+    return found
 
 
 def _metadata(record: Record, key: str) -> dict[str, Any]:

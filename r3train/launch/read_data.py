@@ -112,7 +112,7 @@ def _data_of(data: DataSection, dataset: EvalDataset) -> DataSection:
     changes = dataset.model_dump(include=_OF_PROMPTS) | {"overlong_prompts": "error"}
     if dataset.rm_type is not None:
         key = data.reward_key if ":" in dataset.rm_type else None
-        changes |= {"group_rm": False, "reward_key": key}
+        changes |= {"rm_type": dataset.rm_type, "group_rm": False, "reward_key": key}
     return data.model_copy(update=changes)
 
 
