@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 
@@ -17,8 +18,12 @@ from r3train.rewards.reward import Reward, bad_label
 from r3train.rewards.workers import CallFailed, WorkerEnded, Workers
 from r3train.types import Prompt, RolloutSample
 
-# expressions of a kind that the library answers at all are answered in a fraction of this
+logger = logging.getLogger(__name__)
+
+# CPU time: expressions of a kind that the library answers at all are answered in a fraction of this
 _CALL_S = 3.0
+# wall time, of a process that gets no CPU
+_STUCK_S = 60.0
 _PROCESSES = 4
 _DAPO_TAIL, _DAPO_BOX_TAIL = 300, 100
 _ANSWER = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
@@ -60,13 +65,14 @@ class MathReward(Reward):
 
     The label is a number or text; of a whole solution its own box or ``####`` counts.  Two plain
     numbers are compared at once, all else by math-verify in processes of their own: an answer that
-    cannot be evaluated in 3 s (9^9^9^9), or that ends the process, scores 0.
+    cannot be evaluated in 3 s of CPU time (9^9^9^9), or that ends the process, scores 0.
     """
 
     name, needs_label = "math", True
 
     def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = min(timeout_s, _CALL_S)
+        self._timeout_s, self._stuck_s = min(timeout_s, _CALL_S), max(timeout_s, _STUCK_S)
+        self._count = 0  # of answers that ended their process
         processes = min(_PROCESSES, os.cpu_count() or 1)
         function = "r3train.rewards.math_worker:equal"
         self._workers = Workers(function, processes=processes, calls=1)
@@ -93,14 +99,26 @@ class MathReward(Reward):
                 " an answer that equals it letter by letter scores 0"
             )
 
-    async def _equal(self, prompt: Prompt, answer: str) -> float:
+    async def _equal(self, prompt: Prompt, answer: str, again: bool = False) -> float:
         label = wanted_answer(prompt, self.name)
         if (same := _same_number(label, answer)) is not None:
             return float(same)
         try:
-            equal = await self._workers.call((label, answer), timeout_s=self._timeout_s)
-        except (TimeoutError, WorkerEnded):
+            arguments = label, answer, self._timeout_s
+            equal = await self._workers.call(arguments, timeout_s=self._stuck_s)
+        except WorkerEnded as error:
+            if "SIGKILL" in str(error) and not again:  # by the machine, which lacks memory
+                return await self._equal(prompt, answer, again=True)
+            self._count += 1
+            if self._count in (1, 10, 100, 1000):
+                told = "prompt %s: the answer %r %s and scores 0, as %d so far"
+                logger.warning(told, prompt.prompt_id, answer[:200], error, self._count)
             return 0.0
+        except TimeoutError:
+            raise ValueError(
+                f"prompt {prompt.prompt_id}: the process of math got no CPU time for {self._stuck_s:g} s, and an"
+                " answer is not scored without: let fewer processes run on this machine"
+            ) from None
         except CallFailed as error:
             raise ValueError(
                 f"prompt {prompt.prompt_id}: math cannot compare {answer!r} with the label"

@@ -113,6 +113,33 @@ def test_hostile_expressions_score_0_beside_the_others_and_end_their_process():
     assert scored(data, *hostile, *good) == [0.0] * 3 + [1.0] * 20
 
 
+def graders():
+    return [
+        process
+        for process in psutil.Process().children(recursive=True)
+        if "r3train.rewards.worker" in " ".join(process.cmdline())
+    ]
+
+
+async def test_a_grader_that_gets_no_cpu_for_a_while_scores_the_right_answer_1(caplog):
+    scorer = Scorer(settings(rm_type="math"))
+    answer = sample(r"\boxed{\frac{2}{4}}", label="1/2")
+    try:
+        assert await scorer(answer) == 1.0
+        for process in graders():
+            process.suspend()
+        asyncio.get_running_loop().call_later(4.0, lambda: [each.resume() for each in graders()])
+        assert await scorer(answer) == 1.0
+        for process in graders():
+            process.kill()
+        assert await scorer(answer) == 1.0
+        assert caplog.text == ""
+        assert await scorer(sample(r"\boxed{9^{9^{9^{9}}}}", label="1/2")) == 0.0
+    finally:
+        scorer.close()
+    assert "SIGXCPU" in caplog.text and "scores 0, as 1 so far" in caplog.text
+
+
 @pytest.mark.parametrize("label", ["", ["4"], True])
 def test_math_names_the_prompt_of_a_bad_label(label):
     with pytest.raises(ValueError, match="prompt p.jsonl:7"):
@@ -120,21 +147,15 @@ def test_math_names_the_prompt_of_a_bad_label(label):
 
 
 def test_closing_math_ends_its_process():
-    def num_graders():
-        return sum(
-            "r3train.rewards.worker" in " ".join(child.cmdline()) for child in process.children()
-        )
-
-    process = psutil.Process()
-    scorer, before = Scorer(settings(rm_type="math")), num_graders()
+    scorer = Scorer(settings(rm_type="math"))
 
     async def score():
-        await scorer(sample("x + 1", label="x+1"))
-        return num_graders()
+        await scorer(sample(r"\boxed{x + 1}", label="x+1"))
+        return graders()
 
-    assert asyncio.run(score()) > before
+    assert asyncio.run(score())
     scorer.close()
-    assert num_graders() == before
+    assert not graders()
 
 
 @pytest.mark.parametrize("name", ["math", "code", PATH + "half"])
