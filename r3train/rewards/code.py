@@ -40,10 +40,10 @@ _LOOK_S = 0.25
 # of what a program prints; more is no answer
 _OUTPUT_BYTES = 1 << 20
 # the first fence of a line: the fence, the language, the text up to the next such fence
-_FENCE = re.compile(
-    r"^(?:(?!```|~~~)[^\n])*(`{3,}|~{3,})[ \t]*\{?\.?(\w*)[^\n`]*\n(.*?)\1", re.S | re.M
-)
+_FENCE = re.compile(r"(?ms)^(?:(?!```|~~~)[^\n])*(`{3,}|~{3,})[ \t]*\{?\.?(\w*)[^\n`]*\n(.*?)\1")
 _PYTHON = re.compile(r"i?py(?:thon)?[\d_]*", re.I)
+# of a statement without effect
+_VALUES = (ast.Compare, ast.BoolOp, ast.UnaryOp, ast.Tuple)
 # calls a function with each list of arguments; an output may stand in a list of one
 _CALLS = """
 import json as _json
@@ -109,12 +109,10 @@ def program_of(text: str) -> str | None:
     Blocks before ``</think>`` do not count.  An indented block, as of a list, is read without its indent.
     """
     blocks = _FENCE.findall(text.rpartition("</think>")[2])
-    found = [body for _, language, body in blocks if _PYTHON.fullmatch(language)]
-    found = found or [body for _, language, body in blocks if not language]
-    if not found:
-        return None
-    is_indented = found[-1].lstrip("\n")[:1].isspace()
-    return textwrap.dedent(found[-1]) if is_indented else found[-1]
+    found = [body for _, language, body in blocks if not language]
+    found += [body for _, language, body in blocks if _PYTHON.fullmatch(language)]
+    body = found[-1] if found else None
+    return textwrap.dedent(body) if body and body.lstrip("\n")[:1].isspace() else body
 
 
 def _tests(prompt: Prompt) -> Iterator[tuple[str | None, str, str | None]]:
@@ -160,26 +158,17 @@ def _checked(code: str, prompt: Prompt) -> str:
             tree = ast.parse(code)
     except (SyntaxError, ValueError) as error:
         raise bad_label(prompt, f"code: the tests are no Python ({error})") from None
-    no_tests: list[ast.stmt] = [
-        each
-        for each in tree.body
-        if isinstance(each, ast.Expr)
-        and isinstance(each.value, (ast.Compare, ast.BoolOp, ast.UnaryOp, ast.Tuple))
-    ]
-    no_tests += [
-        each
-        for each in ast.walk(tree)
-        if isinstance(each, ast.Assert) and isinstance(each.test, ast.Tuple)
-    ]
-    if no_tests:
-        line = ast.unparse(no_tests[0])
-        raise bad_label(prompt, f"code: {line} cannot fail: write assert CONDITION")
     run, can_fail = list(tree.body), False
     for node in run:  # grows; what a function holds is run where it is called
         if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             run += ast.iter_child_nodes(node)
         is_call = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
         can_fail |= is_call or isinstance(node, (ast.Assert, ast.Raise))
+    bare = [node for node in tree.body if isinstance(getattr(node, "value", None), _VALUES)]
+    pairs = [node for node in ast.walk(tree) if isinstance(getattr(node, "test", None), ast.Tuple)]
+    if no_tests := [each for each in (*bare, *pairs) if isinstance(each, (ast.Expr, ast.Assert))]:
+        line = ast.unparse(no_tests[0])
+        raise bad_label(prompt, f"code: {line} cannot fail: write assert CONDITION")
     if can_fail:
         return code
     defined = [node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]

@@ -5,15 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import re
+import tomllib
+from importlib.resources import files
 
-from r3train.rewards.answers import (
-    after_mark,
-    final_answer,
-    last_box,
-    number_of,
-    quantity_of,
-    written,
-)
+from r3train.rewards.answers import after_mark, final_answer, last_box, number_of
+from r3train.rewards.answers import quantity_of, written
 from r3train.rewards.reward import Reward, bad_label
 from r3train.rewards.workers import CallFailed, WorkerEnded, Workers
 from r3train.types import Prompt, RolloutSample
@@ -27,37 +23,8 @@ _STUCK_S = 60.0
 _PROCESSES = 4
 _DAPO_TAIL, _DAPO_BOX_TAIL = 300, 100
 _ANSWER = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
-# what does not count in DAPO's answers, in the order in which verl takes it away
-_UNITS = "square ways integers dollars mph inches hours km units \\ldots sue points feet minutes digits cents degrees"
-_UNITS += " cm gm pounds meters meals edges students childrentickets multiples \\text{s} \\text{.}"
-_MARKS = (
-    "\\text{\ns}",
-    "\\text{}^2",
-    "\\text{}^3",
-    "\\text{\n}",
-    "\\text{}",
-    "\\mathrm{th}",
-    "^\\circ",
-)
-_MARKS += ("^{\\circ}", "\\;", ",\\!", "{,}", '"', "\\dots")
-_REPLACED = [
-    ("an ", ""),
-    ("a ", ""),
-    (".$", "$"),
-    ("\\$", ""),
-    ("\\ ", ""),
-    (" ", ""),
-    ("mbox", "text"),
-]
-_REPLACED += [(",\\text{and}", ","), ("\\text{and}", ","), ("\\text{m}", "\\text{}")]
-_REPLACED += [(text, "") for text in (*_UNITS.split(), *_MARKS)]
-_REWRITTEN = [(r"(.*?)(\$)(.*?)(\$)(.*)", r"$\3$")]
-_REWRITTEN += [(rf"\\{name}\{{(.*?)\}}", r"\1") for name in ("text", "textbf", "overline")]
-_REWRITTEN += [
-    (r"\\boxed\{(.*)\}", r"\1"),
-    (r"frac([^{])(.)", r"frac{\1}{\2}"),
-    (r"sqrt([^{])", r"sqrt{\1}"),
-]
+# the steps by which verl takes away what does not count in DAPO's answers
+_DAPO = tomllib.loads(files("r3train.rewards").joinpath("dapo.toml").read_text(encoding="utf-8"))
 
 
 class MathReward(Reward):
@@ -115,10 +82,8 @@ class MathReward(Reward):
                 logger.warning(told, prompt.prompt_id, answer[:200], error, self._count)
             return 0.0
         except TimeoutError:
-            raise ValueError(
-                f"prompt {prompt.prompt_id}: the process of math got no CPU time for {self._stuck_s:g} s, and an"
-                " answer is not scored without: let fewer processes run on this machine"
-            ) from None
+            lack = f"the process of math got no CPU time for {self._stuck_s:g} s: run fewer on this machine"
+            raise ValueError(f"prompt {prompt.prompt_id}: {lack}") from None
         except CallFailed as error:
             raise ValueError(
                 f"prompt {prompt.prompt_id}: math cannot compare {answer!r} with the label"
@@ -191,9 +156,11 @@ def _same_number(label: str, answer: str) -> bool | None:
 def _normal(answer: str) -> str:
     """A final answer as verl's ``normalize_final_answer`` writes it, step by step in its order."""
     answer = answer.split("=")[-1]
-    for before, after in _REPLACED:
+    for before, after in _DAPO["replaced"]:
         answer = answer.replace(before, after)
-    for pattern, after in _REWRITTEN:
+    for text in _DAPO["removed"]:
+        answer = answer.replace(text, "")
+    for pattern, after in _DAPO["rewritten"]:
         answer = re.sub(pattern, after, answer)
     answer = answer.replace("$", "")
     return answer.replace(",", "") if answer.replace(",", "").isdigit() else answer.strip()

@@ -19,9 +19,16 @@ from r3train.user_code import require_function
 _OURS = ("prompt", "response_text", "response_ids")
 # names of a third parameter that is no token ids
 _LABELS = "label labels answer answers ground_truth ground_truths gt reference references target targets gold solution"
-_NOT_IDS = frozenset(
-    f"{_LABELS} solutions expected prompt prompts response responses completion text output".split()
-)
+_NOT_IDS = {
+    *_LABELS.split(),
+    "solutions",
+    "expected",
+    "prompt",
+    "prompts",
+    "response",
+    "text",
+    "output",
+}
 Arguments = tuple[Any, ...] | dict[str, Any]
 
 
@@ -44,36 +51,28 @@ def signature_of(
 
     group: it scores all samples of a prompt in one call.
     """
-    if inspect.isclass(function):
-        raise ValueError(
-            f"{flag} {name}: is a class: make an object of it in its module and name that"
-        )
     parameters = _parameters(function)
     names = tuple(parameters)
-    if "prompt_ids" in names and "completions" in names and not group:
-        return Signature(lambda samples: _named(parameters, _areal(samples[0], data)))
-    if "completion" in names and not group:
-        return Signature(lambda samples: _named(parameters, _verifiers(samples[0], data)))
-    if "completions" in names:
+    if "completions" in names and ("prompt_ids" not in names or group):
         return Signature(lambda samples: _named(parameters, _trl(samples, data)), not group)
-    if "solution_str" in names and not group:
-        return Signature(lambda samples: _named(parameters, _verl(samples[0])))
-    if names[:1] == ("args",) and names[1:2] in (("sample",), ("samples",)):
-        write = "(samples)" if group else "(sample)"
-        raise ValueError(
-            f"{flag} {name}: looks like slime's reward: write a function {write}, with sample.text for"
-            " sample.response and sample.prompt.label for sample.label"
-        )
-    if len(names) == 3 and _NOT_IDS.intersection(names[2:]):
-        write = (
-            "(samples), with"
-            if group
-            else "(prompt, response_text, response_ids), with prompt.text and"
-        )
-        raise ValueError(
-            f"{flag} {name}: its parameters {', '.join(names)} are those of another trainer: write a function {write}"
-            " prompt.label"
-        )
+    for sign, of_trainer in (
+        ("prompt_ids", _areal),
+        ("completion", _verifiers),
+        ("solution_str", _verl),
+    ):
+        if sign in names and not group:
+            return Signature(lambda samples: _named(parameters, of_trainer(samples[0], data)))
+    write, problem = "(samples)" if group else "(prompt, response_text, response_ids)", ""
+    if inspect.isclass(function):
+        problem = "is a class: make an object of it in its module and name that"
+    elif names[:1] == ("args",) and names[1:2] in (("sample",), ("samples",)):
+        problem = f"looks like slime's reward: write a function {write if group else '(sample)'}, with sample.text"
+        problem += " for sample.response and sample.prompt.label for sample.label"
+    elif _NOT_IDS.intersection(names[2:3]):
+        problem = f"its parameters {', '.join(names)} are those of another trainer: write a function {write}, with"
+        problem += " prompt.text and prompt.label"
+    if problem:
+        raise ValueError(f"{flag} {name}: {problem}")
     if group:
         require_function(flag, name, function, "samples", may_be_async=True)
         return Signature(lambda samples: (list(samples),))
@@ -97,13 +96,12 @@ def _named(parameters: Mapping[str, inspect.Parameter], columns: dict[str, Any])
     return {key: value for key, value in columns.items() if key in parameters}
 
 
-def _verl(sample: RolloutSample) -> dict[str, Any]:
+def _verl(sample: RolloutSample, data: DataSection) -> dict[str, Any]:
     """data_source is the row's column, or the metadata's, or the file's name; extra_info is the metadata."""
     prompt = sample.prompt
-    file = prompt.prompt_id.rpartition(":")[0]
-    columns = {"data_source": file} | prompt.metadata | (prompt.columns or {})
+    source = {"data_source": prompt.prompt_id.rpartition(":")[0]}
     return {
-        "data_source": columns["data_source"],
+        "data_source": (source | prompt.metadata | (prompt.columns or {}))["data_source"],
         "solution_str": sample.text,
         "ground_truth": prompt.label,
         "extra_info": prompt.metadata,

@@ -31,11 +31,10 @@ def try_reward(
     tokens_of: the tokens of an answer, at least one.  Not to be called from an event loop.  Raises
     ValueError naming the prompt and the function, with its file and line, for what training would refuse.
     """
-    prompts_by_count: dict[int, list[Prompt]] = {}
+    by_count: dict[int, list[Prompt]] = {}
     for prompt in prompts:
-        prompts_by_count.setdefault(scorer.reward_for(prompt).num_tried, []).append(prompt)
-    chosen = {count: first_and_some(rows, count) for count, rows in prompts_by_count.items()}
-    rows = [prompt for found in chosen.values() for prompt in found]
+        by_count.setdefault(scorer.reward_for(prompt).num_tried, []).append(prompt)
+    rows = [row for count, found in by_count.items() for row in first_and_some(found, count)]
     if not rows:
         return None, []
     answers = _answers(scorer, rows)
@@ -92,10 +91,8 @@ async def _scored(
 
 def _warnings(rows: Sequence[Prompt], tried: Sequence[dict[str, float]]) -> list[str]:
     """Warnings of labels that score no more than an empty answer, or than those of other rows."""
-    for name in (_EMPTY, _OTHER):
-        of_label = [
-            (prompt, each) for prompt, each in zip(rows, tried) if _LABEL in each and name in each
-        ]
+    for name, less in ((_EMPTY, "an empty answer"), (_OTHER, _OTHER)):
+        of_label = [(row, each) for row, each in zip(rows, tried) if {_LABEL, name} <= each.keys()]
         bad = [
             (prompt, each)
             for prompt, each in of_label
@@ -105,7 +102,6 @@ def _warnings(rows: Sequence[Prompt], tried: Sequence[dict[str, float]]) -> list
         if bad and (name is _EMPTY or 1 < len(bad) == len(of_label)):
             prompt, rewards = bad[0]
             names = ", ".join(prompt.prompt_id for prompt, _ in bad[:_NAMED_ROWS])
-            less = "an empty answer" if name is _EMPTY else name
             more = " and more" if len(bad) > _NAMED_ROWS else ""
             return [
                 f"{len(bad)} of {len(of_label)} rows tried: the label scores no more than {less} ({names}{more};"

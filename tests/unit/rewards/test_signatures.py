@@ -54,7 +54,7 @@ def test_a_function_of_trl_scores_a_group_too():
             False,
             r"its parameters queries, prompts, labels are .* write a function \(p",
         ),
-        ("of_openrlhf", True, r"its parameters .* write a function \(samples\), with prompt.label"),
+        ("of_openrlhf", True, r"its parameters .* write a function \(samples\), with prompt.text"),
         (
             "of_response_label",
             False,
@@ -62,7 +62,7 @@ def test_a_function_of_trl_scores_a_group_too():
             r" \(prompt, response_text, response_ids\), with prompt.text and prompt.label",
         ),
         ("OfSwift", False, "is a class: make an object of it in its module and name that"),
-        ("of_verl", True, r"found a function \(data_source.*, expected a function \(samples\)"),
+        ("of_verl", True, r"its parameters data_source, .* write a function \(samples\), with"),
     ],
 )
 def test_what_cannot_be_called_is_refused_with_what_to_write(name, group, message):
