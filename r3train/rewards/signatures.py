@@ -8,6 +8,7 @@ they take a label, are refused with the line to write, as slime's and OpenRLHF's
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,18 +18,10 @@ from r3train.types import Prompt, RolloutSample
 from r3train.user_code import require_function
 
 _OURS = ("prompt", "response_text", "response_ids")
-# names of a third parameter that is no token ids
-_LABELS = "label labels answer answers ground_truth ground_truths gt reference references target targets gold solution"
-_NOT_IDS = {
-    *_LABELS.split(),
-    "solutions",
-    "expected",
-    "prompt",
-    "prompts",
-    "response",
-    "text",
-    "output",
-}
+# in the name of a third parameter that is no token ids
+_NOT_IDS = re.compile(
+    r"label|answer|truth|target|solution|gold|gt\b|reference|expected|prompt|response|completion|output"
+)
 Arguments = tuple[Any, ...] | dict[str, Any]
 
 
@@ -68,7 +61,7 @@ def signature_of(
     elif names[:1] == ("args",) and names[1:2] in (("sample",), ("samples",)):
         problem = f"looks like slime's reward: write a function {write if group else '(sample)'}, with sample.text"
         problem += " for sample.response and sample.prompt.label for sample.label"
-    elif _NOT_IDS.intersection(names[2:3]):
+    elif _NOT_IDS.search("".join(names[2:3])) and not re.search("id|token", names[2]):
         problem = f"its parameters {', '.join(names)} are those of another trainer: write a function {write}, with"
         problem += " prompt.text and prompt.label"
     if problem:

@@ -254,6 +254,10 @@ def of_response_label(prompt, response, label):
     return 1.0
 
 
+def of_correct_answer(question, text, correct_answer):
+    return 1.0
+
+
 class OfSwift:
     def __call__(self, completions, label, **kwargs):
         return [float(text == of) for text, of in zip(completions, label)]

@@ -61,6 +61,7 @@ def test_a_function_of_trl_scores_a_group_too():
             r"its parameters prompt, response, label are those of another trainer: write a function"
             r" \(prompt, response_text, response_ids\), with prompt.text and prompt.label",
         ),
+        ("of_correct_answer", False, "its parameters question, text, correct_answer are those of"),
         ("OfSwift", False, "is a class: make an object of it in its module and name that"),
         ("of_verl", True, r"its parameters data_source, .* write a function \(samples\), with"),
     ],
