@@ -9,6 +9,7 @@ from typing import Any
 
 # an answer stands at the end; what comes before may be as long as a context
 TAIL = 4000
+_MOST_CHARACTERS = 200  # of a number with its unit
 _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?(?:/\d+)?")
 _PLAIN = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d*)?(?:[eE][-+]?\d{1,3})?")
 _SIGNS = str.maketrans(dict.fromkeys("\u2212\u2013\u2010\u2011\ufe63\uff0d", "-") | {"\uff0b": "+"})
@@ -90,6 +91,8 @@ def number_of(text: str) -> Decimal | None:
 
 def quantity_of(text: str) -> Decimal | None:
     """The number of a text that is one number with a unit (5 hours, 20\\%, x = 20); None of any other."""
+    if len(text) > _MOST_CHARACTERS:  # no number, and the pattern takes its time
+        return None
     plain = _IN_WORDS.sub(r" \1 ", _with_plain_signs(text)).replace("\\$", "").replace("$", "")
     found = _QUANTITY.fullmatch(plain.rpartition("=")[2].strip())
     return number_of(text) if found is None else number_of(found[1])

@@ -308,6 +308,9 @@ def test_all_flags_of_a_script_of_slime_are_answered_at_once_with_its_wrong_valu
 
 
 def test_every_field_of_megatron_is_answered_as_an_override_of_it_is():
+    from r3train.cpu.device import prepare_device
+
+    prepare_device()
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.transformer.transformer_config import TransformerConfig
 

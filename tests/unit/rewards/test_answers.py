@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from aiohttp import web
 from tests.unit.rewards.test_remote import JUDGE, REMOTE, completion, score
@@ -130,6 +132,16 @@ def test_dapo_scores_as_verl_does(label, response, reward):
 )
 def test_a_number_is_the_label_that_a_model_writes(name, label, response, reward):
     assert reward_of(name, label, response) == reward
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "dapo", "exact_match", "gpqa", "f1"])
+@pytest.mark.parametrize("filler", ["!", "5,", "\\text{", "~", " ", "7 ", "$", "####", "\\boxed{"])
+def test_a_hostile_answer_takes_no_time(name, filler):
+    label = "A" if name == "gpqa" else "5"
+    for text in (f"{filler * 4000}x", f"\\boxed{{5 {filler * 1990}x7}}", f"5{filler * 4000}7"):
+        began = time.process_time()
+        reward_of(name, label, text)
+        assert time.process_time() - began < 1.0, text[:20]
 
 
 @pytest.mark.parametrize("name", ["exact_match", "f1", "math", "gsm8k", "dapo", "gpqa"])
