@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from r3train.config.data_settings import DataSection
+from r3train.rewards.answers import written
 from r3train.types import Prompt, RolloutSample
 from r3train.user_code import require_function
 
@@ -121,7 +122,7 @@ def _verifiers(sample: RolloutSample, data: DataSection) -> dict[str, Any]:
     return _columns(prompt, data) | {
         "prompt": _as_messages(prompt, data),
         "completion": _completion(sample, data),
-        "answer": prompt.label,
+        "answer": written(prompt.label) or prompt.label,  # text, as there
         "info": prompt.metadata,
     }
 

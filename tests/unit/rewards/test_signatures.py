@@ -35,6 +35,11 @@ def test_functions_of_other_trainers_get_what_their_parameters_name(name, more, 
     assert scored(settings(name, **more), sample("four", metadata={"n": 3})) == [reward]
 
 
+def test_an_answer_of_verifiers_is_text():
+    data = settings("of_verifiers_chat", apply_chat_template=True)
+    assert scored(data, sample("36", label=36)) == [1.0]
+
+
 def test_a_function_of_trl_scores_a_group_too():
     samples = [sample(text, number=i, metadata={"n": i}) for i, text in enumerate(("a", "bcd"))]
     assert scored(settings("of_trl", group_rm=True), *samples, group=True) == [2.0, 5.0]
