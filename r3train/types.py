@@ -106,6 +106,9 @@ class Prompt:
     label: Any  # JSON value that the reward compares the answer with
     metadata: dict[str, Any] = field(default_factory=dict)  # JSON object for reward and environment
     content: Any = None  # the row's value as it was: text, or messages
+    columns: dict[str, Any] | None = (
+        None  # other columns of the row, where a user's function scores
+    )
 
 
 def missing_marker(dtype: np.dtype | type) -> int:

@@ -9,7 +9,8 @@ cd "${R3TRAIN_ROOT:?}" || exit 1
 
 args=(--signals-to-handle SIGINT,SIGHUP,SIGQUIT)
 for arg in "$@"; do
-    args+=("${arg//\$SLURM_NODEID/${SLURM_NODEID:-0}}")
+    arg="${arg//\$SLURM_NODEID/${SLURM_NODEID:-0}}"
+    args+=("${arg//\$/\$\$}") # torchrun puts $ for $$, and a rank's number for $local_rank, in every word
 done
 (
     trap '' TERM # inherited; the ranks handle TERM again

@@ -110,8 +110,10 @@ class DataSection(Section):
     """Model that llm_judge asks for."""
     judge_template: str = JUDGE_TEMPLATE
     """Message to the judge; {prompt}, {label} and {response} are filled in."""
-    judge_pattern: str = r"(?i)score\s*:\s*([-+]?\d+(?:\.\d+)?)"
-    """Regular expression with one group: its last match in the judge's answer is the reward."""
+    judge_pattern: str = (
+        r"(?i)score[\s*_`\"']*(?:is|[:\uff1a=])[\s*_`\"']*([-+]?\d+(?:\.\d+)?(?:e[-+]?\d+|/[1-9]\d*)?%?)"
+    )
+    """Regular expression with one group: its last match in the judge's answer, a number, a/b or a%, is the reward."""
     judge_max_tokens: int = Field(default=1024, ge=1)
     """Longest answer of the judge in tokens."""
 

@@ -26,7 +26,7 @@ from r3train.config.help_text import (
     sections,
     without_none,
 )
-from r3train.config.peers import PEERS, removed
+from r3train.config.peers import ANSWERS, PEERS, removed
 from r3train.config.recipes import recipe_names
 from r3train.config.run import RunConfig
 from r3train.config.sources import (
@@ -47,6 +47,8 @@ OUR_SERVER_FLAGS = ("--sglang-server-concurrency",)
 _RANK_0_SPEAKS_S = 10.0
 PROMPT_FILES = "--prompt-data"
 _ALL = "--help-all"
+_FURTHER = "A Megatron setting without a flag goes through --transformer-override NAME=VALUE or --optimizer-override,"
+_FURTHER += " an SGLang one through --sglang-FLAG"
 _HELP = ("--help", "-h", _ALL)
 
 
@@ -67,7 +69,7 @@ class SettingType(click.ParamType):
             if value not in self.choices:
                 self.fail(
                     f"{value!r} is not one of {', '.join(self.choices)}."
-                    f"{nearest(value, self.choices)}"
+                    f"{nearest(value, self.choices, 0.6)}"
                 )
             return value
         if self.kind in (int, float):
@@ -105,32 +107,45 @@ class TrainCommand(click.Command):
                 raise click.UsageError(
                     "--config is given twice: a run has one file; give what differs as flags", ctx
                 )
+            if not ctx.resilient_parsing:
+                self._refuse_unknown(ctx, rest)
             return super().parse_args(ctx, _spread_lists(self, rest))
         except click.UsageError as error:
-            name = getattr(error, "option_name", None) or ""
-            peer = PEERS.get(name[2:].replace("-", "_"))
-            instead = removed(name, ctx.info_name or "")
-            if isinstance(error, click.NoSuchOption) and instead:
-                error.message, error.possibilities = f"{error.message}{instead}", None
-            elif isinstance(error, click.NoSuchOption) and peer is not None:
-                error.message, error.possibilities = f"{error.message} Here it is {peer}.", None
-            elif isinstance(error, click.NoSuchOption) and (
-                short := [word for word in args if re.fullmatch(r"-[a-z][\w-]+(=.*)?", word)]
-            ):
-                error.message = f"{short[0]}: flags begin with two dashes: -{short[0]}"
-                error.possibilities = None
-            elif isinstance(error, click.NoSuchOption) and not error.possibilities:
-                error.message += " A Megatron setting without a flag goes through"
-                error.message += (
-                    " --transformer-override NAME=VALUE or --optimizer-override, an SGLang"
-                )
-                error.message += " one through --sglang-FLAG"
-            elif error.message.startswith("Got unexpected extra argument"):
+            if error.message.startswith("Got unexpected extra argument"):
                 error.message += self._stray(
                     rest, error.message.partition("(")[2].split()[0].rstrip(")")
                 )
             _let_rank_0_speak()
             raise
+
+    def _refuse_unknown(self, ctx: click.Context, args: list[str]) -> None:
+        """Raise UsageError for flags that are not here, all at once, with the wrong values of those that are."""
+        params = {flag: each for each in self.params for flag in (*each.opts, *each.secondary_opts)}
+        flags_by_answer: dict[str, list[str]] = {}
+        problems, words, in_list = [], iter(args), False
+        for word in words:
+            flag, equals, value = word.partition("=")
+            param = params.get(flag)
+            if param is None and re.fullmatch(r"--[a-z][\w-]*", flag):
+                names = [each[2:] for each in params]
+                near = closest(flag[2:], names, 0.8).replace("mean ", "mean '--").replace("?", "'?")
+                name = flag[2:].replace("-", "_")
+                answer = removed(flag, ctx.info_name or "") or ANSWERS.get(name) or near
+                flags_by_answer.setdefault(answer.strip(), []).append(f"'{flag}'")
+            elif param is None and not in_list and re.fullmatch(r"-[a-z][\w-]+", flag):
+                problems.append(f"{flag}: flags begin with two dashes: -{flag}")
+            elif param is not None and not param.is_flag and not isinstance(param, ListOption):
+                try:
+                    param.type.convert(value if equals else next(words, None), param, ctx)
+                except click.BadParameter as error:
+                    problems.append(f"Invalid value for '{flag}': {error.message}")
+            if flag.startswith("--"):
+                in_list = param is None or isinstance(param, ListOption)
+        lines = [f"No such option {', '.join(f)}. {a}" for a, f in flags_by_answer.items()]
+        if "" in flags_by_answer:
+            lines.append(_FURTHER)
+        if lines or any("two dashes" in problem for problem in problems):
+            raise click.UsageError("\n".join(map(str.strip, [*lines, *problems])), ctx)
 
     def _stray(self, args: list[str], word: str) -> str:
         """Return what is meant by a word that no flag takes: the value of a switch, or NAME=VALUE."""

@@ -1,4 +1,4 @@
-"""Settings of other frameworks by the names that they have there (peers.toml), and settings that were removed.
+"""Settings of other frameworks by the names that they have there (peers.toml, megatron.toml), and settings that were removed.
 
 Messages answer with them, and docs/reference/compare.md is written from them (docs/write_compare.py).
 """
@@ -11,7 +11,7 @@ from importlib.resources import files
 from typing import Any
 
 
-def _table(name: str) -> dict[str, dict[str, Any]]:
+def _table(name: str) -> dict[str, Any]:
     return tomllib.loads(files("r3train.config").joinpath(name).read_text(encoding="utf-8"))
 
 
@@ -23,7 +23,13 @@ _WHOLE = {name: here for names in FRAMEWORKS.values() for name, here in names.it
 _MEANINGS = defaultdict(set)
 for _name, _here in _WHOLE.items():
     _MEANINGS[_name.rpartition(".")[2]].add(_here)
-PEERS = _TRIED | _WHOLE | {short: here.pop() for short, here in _MEANINGS.items() if len(here) == 1}
+PEERS = {short: here.pop() for short, here in _MEANINGS.items() if len(here) == 1} | _TRIED | _WHOLE
+# name -> what is said of it: Megatron's own names, and those of other frameworks
+ANSWERS = {
+    name: answer.replace("NAME", name)
+    for answer, names in _table("megatron.toml").items()
+    for name in names.split()
+} | {name: f"Here it is {here}." for name, here in PEERS.items()}
 # what r3train had a release ago -> what to use instead
 _REMOVED = _table("removed.toml")
 REMOVED_DEFAULTS = {name: row["default"] for name, row in _REMOVED["settings"].items()}

@@ -23,7 +23,7 @@ def recipe_path(name_or_path: str | Path) -> Path:
         return recipe
     raise ConfigError(
         f"{given}: no such file, and no recipe of this name (r3train recipes lists them)."
-        f"{nearest(str(given), recipe_names())}"
+        f"{nearest(str(given), recipe_names(), 0.6)}"
     )
 
 

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from r3train.config.files import MAX_TOML_BYTES, parse_toml
-from r3train.config.peers import PEERS, removed, REMOVED_DEFAULTS
+from r3train.config.peers import ANSWERS, removed, REMOVED_DEFAULTS
 
 if TYPE_CHECKING:
     from r3train.config.run import RunConfig
@@ -98,23 +98,24 @@ def places(config: type[RunConfig]) -> dict[str, Place]:
     return found
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, known: Iterable[str], likeness: float = 0.8) -> str:
     """Return " Did you mean X?" for the known name nearest to ``name``, or an empty text.
 
-    A peer's name is answered with ours: " Here it is X."; that of a setting that was removed with what to use instead.
+    A peer's name is answered with ours: " Here it is X.", Megatron's with what it follows from; that of a setting that was removed with what to use instead.
     """
     if instead := removed(name):
         return instead
-    if name in PEERS:
-        return f" Here it is {PEERS[name]}."
-    return closest(name, known)
+    return f" {ANSWERS[name]}" if name in ANSWERS else closest(name, known, likeness)
 
 
-def closest(name: str, known: Iterable[str]) -> str:
-    """Return " Did you mean X?" for the known name that begins so or is nearest, or an empty text."""
+def closest(name: str, known: Iterable[str], likeness: float = 0.6) -> str:
+    """Return " Did you mean X?" for the known name that begins so or is nearest, or an empty text.
+
+    likeness: the least, of 1 for the same.  Among many settings one of less than 0.8 misleads more than it helps.
+    """
     known = list(known)
     begun = [other for other in known if len(name) > 3 and other.startswith(name)]
-    close = begun or difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    close = begun or difflib.get_close_matches(name, known, n=1, cutoff=likeness)
     return f" Did you mean {close[0]}?" if close else ""
 
 
@@ -192,6 +193,8 @@ def read_tables(
     for section, table in content.items():
         if section in known and not (section in sections and isinstance(table, dict)):
             problems.append(f"{path}: {section} belongs in the table [{known[section].section}]")
+        elif section not in sections and (answers := _answers(section, table)):
+            problems += [f"{path}: {answer}" for answer in answers]
         elif section not in sections:
             hint = nearest(section, [*sections, *known])
             problems.append(f"{path}: unknown table or key {section}.{hint}")
@@ -208,13 +211,23 @@ def _unknown_keys(
 ) -> list[str]:
     problems = []
     for key in table:
-        if key not in known:
+        if key not in known and (answers := _answers(f"{section}.{key}", table[key])):
+            problems += [f"{path}: {answer}" for answer in answers]
+        elif key not in known:
             problems.append(f"{path}: [{section}] unknown key {key}.{nearest(key, known)}")
         elif known[key].section != section:
             problems.append(
                 f"{path}: [{section}] {key} belongs in the table [{known[key].section}]"
             )
     return problems
+
+
+def _answers(name: str, value: Any) -> list[str]:
+    """Lines for a key of another framework's file by its name with its tables, or for those of its table."""
+    if name in ANSWERS and "." in name:
+        return [f"unknown key {name}. {ANSWERS[name]}"]
+    table = value if isinstance(value, dict) else {}
+    return [line for key, part in table.items() for line in _answers(f"{name}.{key}", part)]
 
 
 def _number(variable: str, text: str) -> float:

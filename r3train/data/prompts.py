@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy as np
 
 from r3train.config.data_settings import DataSection, PromptFile
 from r3train.config.files import downloads_nothing, require_regular
+from r3train.data.json_values import json_value, label_value
 from r3train.data.templates import ChatTemplate
 from r3train.ids import prompt_id
 from r3train.types import Prompt
@@ -76,9 +78,10 @@ def load_prompts(
                 index=record.index,
                 text=text,
                 token_ids=np.asarray(tokens, dtype=np.int32),
-                label=find_value(record.content, data.label_key),
+                label=_label(record, data.label_key),
                 metadata=_metadata(record, data.metadata_key),
                 content=find_value(record.content, data.input_key),
+                columns=_columns(record, data),
             )
         )
     if overlong:
@@ -331,8 +334,23 @@ def are_messages(value: Any) -> bool:
     )
 
 
+def _label(record: Record, key: str) -> Any:
+    return label_value(record.where, key, find_value(record.content, key))
+
+
+def _columns(record: Record, data: DataSection) -> dict[str, Any] | None:
+    """The row's columns but prompt and tools that are JSON; None where no function of the user could ask for them."""
+    if data.custom_rm_path is None and ":" not in (data.rm_type or ""):
+        return None
+    found = {}
+    for key in record.content.keys() - {data.input_key, data.tool_key}:
+        with suppress(ValueError):  # what a reward does not ask for need not be JSON
+            found[key] = json_value(record.where, key, record.content[key])
+    return found
+
+
 def _metadata(record: Record, key: str) -> dict[str, Any]:
-    value = find_value(record.content, key)
+    value = json_value(record.where, key, find_value(record.content, key))
     if value is None:
         return {}
     if not isinstance(value, dict):

@@ -516,7 +516,7 @@ class Engines(RolloutFleet):
             }
         return Episodes(
             make=self._make_episode(job.config.rollout),
-            decode=self._decode,
+            decode=self.job.decoder(),
             keep_decoded=job.config.r3_check_enabled,
             samples=job.config.samples_per_episode,
             **shared,
@@ -553,7 +553,7 @@ class Engines(RolloutFleet):
                 score=data.reward.group,
                 make_episode=self._make_episode(whole, evaluates=True),
                 samples_per_episode=job.config.samples_per_episode,
-                decode=self._decode,
+                decode=self.job.decoder(),
                 segment_len=self._segment_len,
             )
             for data in job.eval_data
@@ -564,9 +564,6 @@ class Engines(RolloutFleet):
         if self._agents is not None:
             await self._agents.endpoint.stop()
             self._agents.endpoint = make_chat_endpoint(self.job.config.agent)
-
-    def _decode(self, token_ids: Sequence[int]) -> str:
-        return self.job.tokenizer.decode(token_ids, skip_special_tokens=True)
 
     def _group_ended(self, outcome: Outcome) -> None:
         """Append a prompt's fate as it happens, so that it survives the process."""
@@ -638,6 +635,6 @@ def _conversations(job: Job, rollout: RolloutSection) -> Callable[[Prompt], Epis
         rollout,
         environments,
         encode=lambda text: job.tokenizer.encode(text, add_special_tokens=False),
-        decode=lambda ids: job.tokenizer.decode(ids, skip_special_tokens=True),
+        decode=job.decoder(),
         reply=reply,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,20 @@ class Job:
         added = self.tokenizer.get_added_vocab()
         ids = (self.tokenizer.eos_token_id, *map(added.get, _STOPS_OF_TOKENIZERS))
         return tuple(dict.fromkeys(token for token in ids if token is not None))
+
+    def decoder(self) -> Callable[[Sequence[int]], str]:
+        """Make the function of a response's tokens to its text: special tokens stay, but the one that ended it.
+
+        A word at which --rollout-stop-token-ids stops is one of the text.
+        """
+        stops, decode = {*self.stop_token_ids, *self.tokenizer_stop_ids}, self.tokenizer.decode
+        stops &= {*self.tokenizer.all_special_ids, *self.hf.eos_token_ids}
+
+        def text_of(token_ids: Sequence[int]) -> str:
+            ended = len(token_ids) > 0 and token_ids[-1] in stops
+            return decode(token_ids[:-1] if ended else token_ids, skip_special_tokens=False)
+
+        return text_of
 
     @property
     def lengths(self) -> list[int]:

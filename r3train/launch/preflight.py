@@ -72,7 +72,7 @@ from r3train.observe.sinks import check_trackers
 from r3train.peft_files import check_adapter, not_in_peft
 from r3train.rewards.code import isolation
 from r3train.rewards.scoring import Scorer
-from r3train.rewards.trial import reward_of_first
+from r3train.rewards.trial import try_reward
 from r3train.trainer.megatron.freezing import check_freezing
 from r3train.trainer.megatron.overrides import check_overrides
 from r3train.types import Prompt, RolloutSample
@@ -371,17 +371,25 @@ class _Checks:
         if optional and prompts and "zero_variance" in config.rollout.rollout_filter:
             self.attempt("reward", check_not_all_equal, prompts)
         if self.for_all_ranks and self.scores and prompts and self.reward is not None:
-            self.attempt("reward", self._try_reward)
+            self.first_reward = self.attempt("reward", self._try_reward, self.reward, prompts, "")
 
-    def _try_reward(self) -> None:
-        self.reward.check(self.prompts)
+    def _try_reward(self, reward: Scorer, prompts: list[Prompt], name: str) -> str | None:
+        """Let a reward look at its prompts and score some of them; returns the first one's rewards in words.
+
+        name: the evaluation set's, "" for the prompts of training.
+        """
+        reward.check(prompts)
         end = self.hf.eos_token_ids[:1] or (0,)  # an answer has a token
 
         def tokens_of(text: str) -> list[int]:
             return [*self.tokenizer.encode(text, add_special_tokens=False), *end]
 
         size = self.config.rollout.n_samples_per_prompt
-        self.first_reward = reward_of_first(self.reward, self.prompts[0], tokens_of, size)
+        first, warnings = try_reward(reward, prompts, tokens_of, size)
+        for text in warnings:
+            remedy = "look at these labels (--label-key) and at what the reward reads of an answer"
+            self.warn("reward", f"{name}{text}", remedy)
+        return first
 
     def evaluation_sets(self) -> None:
         """Read the evaluation's data, and let its rewards look at it."""
@@ -393,7 +401,7 @@ class _Checks:
             if found is not None:
                 self.eval_data.append(found)
                 if self.for_all_ranks and self.scores:
-                    self.attempt("reward", check_rewards, found)
+                    self.attempt("reward", check_rewards, found, self._try_reward)
 
     def job(self) -> Job:
         """Return what was found; raises PreflightError with every fault."""
@@ -457,7 +465,7 @@ def preflight_evaluation(config: RunConfig) -> Job:
     data = tuple(read_eval_data(config, each, hf, tokenizer, tools) for each in config.eval_sets)
     for each in data:
         if config.agent.named is None or config.scores_answers:
-            check_rewards(each)
+            check_rewards(each, lambda reward, prompts, name: reward.check(prompts))
     prompts = [prompt for each in data for prompt in each.prompts]
     warnings = tuple(_reward_warnings(each.reward for each in data))
     return Job(

@@ -112,16 +112,17 @@ def _data_of(data: DataSection, dataset: EvalDataset) -> DataSection:
     changes = dataset.model_dump(include=_OF_PROMPTS) | {"overlong_prompts": "error"}
     if dataset.rm_type is not None:
         key = data.reward_key if ":" in dataset.rm_type else None
-        changes |= {"group_rm": False, "reward_key": key}
+        changes |= {"rm_type": dataset.rm_type, "group_rm": False, "reward_key": key}
     return data.model_copy(update=changes)
 
 
-def check_rewards(data: EvalData) -> None:
-    """Raise ValueError naming the set and a prompt that its reward cannot score."""
+def check_rewards(data: EvalData, check: Callable[[Scorer, list[Prompt], str], Any]) -> None:
+    """Let ``check`` look at a set's reward and prompts; raises its ValueError with the name of the set."""
+    name = f"evaluation set {data.dataset.name}: "
     try:
-        data.reward.check(data.prompts)
+        check(data.reward, data.prompts, name)
     except ValueError as error:
-        raise ValueError(f"evaluation set {data.dataset.name}: {error}") from None
+        raise ValueError(f"{name}{error}") from None
 
 
 def check_not_all_equal(prompts: Sequence[Prompt]) -> None:

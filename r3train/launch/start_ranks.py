@@ -181,8 +181,9 @@ def start_ranks(
             logs_specs=DefaultLogsSpecs(logs.name),
             signals_to_handle="SIGQUIT",  # the others are forwarded, and the ranks end in their time
         )
+        # $$: torch's launcher puts the rank's number for $local_rank in every word, and $ for $$
         # -P: no file of the working directory stands for a module of the program
-        command = ("-P", "-u", "-m", _PROGRAM, *flags)
+        command = ("-P", "-u", "-m", _PROGRAM, *(word.replace("$", "$$") for word in flags))
         try:
             elastic_launch(launch, sys.executable)(*command)
         except ChildFailedError as error:

@@ -5,6 +5,7 @@ docs/guide/data_and_rewards.md says what this protects from and what it does not
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import contextlib
 import functools
@@ -17,12 +18,14 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from r3train.rewards.reward import Reward
+from r3train.rewards.reward import bad_label, Reward
 from r3train.types import Prompt, RolloutSample
 
 logger = logging.getLogger(__name__)
@@ -36,7 +39,21 @@ _DIRECTORY_BYTES = 128 << 20
 _LOOK_S = 0.25
 # of what a program prints; more is no answer
 _OUTPUT_BYTES = 1 << 20
-_FENCE = re.compile(r"```[ \t]*(\w*)[^\n]*\n(.*?)```", re.S)
+# the first fence of a line: the fence, the language, the text up to the next such fence
+_FENCE = re.compile(r"(?ms)^(?:(?!```|~~~)[^\n])*(`{3,}|~{3,})[ \t]*\{?\.?(\w*)[^\n`]*\n(.*?)\1")
+_PYTHON = re.compile(r"i?py(?:thon)?[\d_]*", re.I)
+# of a statement without effect
+_VALUES = (ast.Compare, ast.BoolOp, ast.UnaryOp, ast.Tuple)
+# calls a function with each list of arguments; an output may stand in a list of one
+_CALLS = """
+import json as _json
+def _plain(value):
+    return _json.loads(_json.dumps(value, default=list))
+_called = getattr(Solution(), {name!r}) if "Solution" in globals() else {name}
+for _given, _wanted in _json.loads({cases!r}):
+    _got = _plain(_called(*_given))
+    assert _got == _wanted or isinstance(_wanted, list) and len(_wanted) == 1 and _got == _wanted[0]
+"""
 _UNSHARE = ("unshare", "--user", "--map-root-user", "--net")
 _OWN_MOUNTS = ("--mount",)
 _OWN_PROCESSES = ("--pid", "--fork", "--kill-child")
@@ -46,66 +63,138 @@ _ENDS_WITH_US = ("setpriv", "--pdeathsig", "KILL")
 class CodeReward(Reward):
     """1 where the response's program passes every test of the label, else 0.
 
-    The program is the last fenced block of Python (or without a language).  The label is Python code or
-    a list of it (asserts), run after the program, or ``{"inputs": [...], "outputs": [...]}``: for each
-    input the program must print the output, white space at line ends aside.  A label of text may be
-    JSON.  All tests of a sample together may take ``timeout_s``.
+    The program is ``program_of`` the response.  The label is Python code or a list of it (asserts), run after the
+    program, or ``{"inputs": [...], "outputs": [...]}``: for each input the program must print the output, white
+    space at line ends aside; with ``fn_name`` this function, called with each input, must return the output.  A
+    label of text may be JSON, or what Python's ``str`` makes of a table.  All tests of a sample together may take
+    ``timeout_s``.
     """
 
-    can_be_tried = False  # a label is tests, no program
+    num_tried, num_checked = 0, 16  # a label is tests, no program
 
     name, needs_label = "code", True
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
+        self.close()
+
+    def close(self) -> None:
+        """Let another event loop begin anew."""
         self._room = asyncio.Semaphore(os.cpu_count() or 1)
 
     def require_label(self, prompt: Prompt) -> None:
         """Raise ValueError for a label that holds no tests."""
         list(_tests(prompt))
 
+    async def check(self, prompt: Prompt) -> None:
+        """Raise ValueError for tests that an empty program passes."""
+        if await self._passes("", list(_tests(prompt))):
+            raise bad_label(prompt, "code: an empty program passes the tests")
+
     async def __call__(self, sample: RolloutSample) -> float:
         """Run a sample's program."""
         tests, program = list(_tests(sample.prompt)), program_of(sample.text)
         if program is None:
             return 0.0
+        return float(await self._passes(program, tests))
+
+    async def _passes(self, program: str, tests: list[Any]) -> bool:
         async with self._room:
-            return float(await asyncio.to_thread(passes, program, tests, self._timeout_s))
+            return await asyncio.to_thread(passes, program, tests, self._timeout_s)
 
 
 def program_of(text: str) -> str | None:
-    """The last fenced block of Python, or of no language; None without one."""
-    blocks = [body for language, body in _FENCE.findall(text) if language in ("", "python", "py")]
-    return blocks[-1] if blocks else None
+    """The last fenced block of Python, else the last of no language; None without one.
+
+    Blocks before ``</think>`` do not count.  An indented block, as of a list, is read without its indent.
+    """
+    blocks = _FENCE.findall(text.rpartition("</think>")[2])
+    found = [body for _, language, body in blocks if not language]
+    found += [body for _, language, body in blocks if _PYTHON.fullmatch(language)]
+    body = found[-1] if found else None
+    return textwrap.dedent(body) if body and body.lstrip("\n")[:1].isspace() else body
 
 
 def _tests(prompt: Prompt) -> Iterator[tuple[str | None, str, str | None]]:
     """Yield (code, "", None) or (None, input, output) of each test; ValueError names the prompt."""
-    label: Any = prompt.label
-    if isinstance(label, str):
-        with contextlib.suppress(ValueError):
-            label = json.loads(label)
+    label = _read(prompt.label)
     if isinstance(label, str) and label.strip():
         label = [label]
     if isinstance(label, list) and label and all(isinstance(test, str) for test in label):
-        yield "\n".join(label), "", None
+        yield _checked("\n".join(label), prompt), "", None
         return
-    if isinstance(label, dict):
-        inputs, outputs = label.get("inputs"), label.get("outputs")
-        if (
-            isinstance(inputs, list)
-            and isinstance(outputs, list)
-            and 0 < len(inputs) == len(outputs)
-        ):
-            if all(isinstance(text, str) for text in (*inputs, *outputs)):
-                yield from (
-                    (None, stdin_text, wanted) for stdin_text, wanted in zip(inputs, outputs)
-                )
-                return
-    raise ValueError(
-        f"prompt {prompt.prompt_id}: code needs a label of Python code, a list of it, or a table with as"
-        f" many texts in inputs as in outputs, got {str(prompt.label)[:200]!r}"
-    )
+    # tables of parquet have the keys of all rows
+    table = {k: v for k, v in label.items() if v is not None} if isinstance(label, dict) else {}
+    inputs, outputs = table.get("inputs"), table.get("outputs")
+    if further := table.keys() - {"inputs", "outputs", "fn_name"}:
+        needs = f"code needs tests of inputs, outputs and perhaps fn_name, not {sorted(further)}"
+        raise bad_label(prompt, needs)
+    if isinstance(inputs, list) and isinstance(outputs, list) and 0 < len(inputs) == len(outputs):
+        if "fn_name" in table:
+            yield _calls(table, prompt), "", None
+            return
+        if all(isinstance(text, str) for text in (*inputs, *outputs)):
+            if not any(map(str.strip, outputs)):
+                raise bad_label(prompt, "code needs an output that is not empty")
+            yield from ((None, stdin_text, wanted) for stdin_text, wanted in zip(inputs, outputs))
+            return
+    needs = "code needs a label of Python code, a list of it, or a table with as many texts in inputs as in outputs"
+    raise bad_label(prompt, needs)
+
+
+def _read(label: Any) -> Any:
+    """A label that is the text of a table or a list, as JSON or as Python writes them, read."""
+    for read in (json.loads, json.loads, ast.literal_eval):
+        if isinstance(label, str):
+            with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+                label = read(label)
+    return label
+
+
+def _checked(code: str, prompt: Prompt) -> str:
+    """Tests in which something can fail, with the call of HumanEval's ``check``; ValueError names the prompt."""
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            tree = ast.parse(code)
+    except (SyntaxError, ValueError) as error:
+        raise bad_label(prompt, f"code: the tests are no Python ({error})") from None
+    run, can_fail = list(tree.body), False
+    for node in run:  # grows; what a function holds is run where it is called
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            run += ast.iter_child_nodes(node)
+        is_call = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
+        can_fail |= is_call or isinstance(node, (ast.Assert, ast.Raise))
+    bare = [node for node in tree.body if isinstance(getattr(node, "value", None), _VALUES)]
+    pairs = [node for node in ast.walk(tree) if isinstance(getattr(node, "test", None), ast.Tuple)]
+    if no_tests := [each for each in (*bare, *pairs) if isinstance(each, (ast.Expr, ast.Assert))]:
+        line = ast.unparse(no_tests[0])
+        raise bad_label(prompt, f"code: {line} cannot fail: write assert CONDITION")
+    if can_fail:
+        return code
+    defined = [node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+    name = prompt.metadata.get("entry_point")
+    if "check" in defined and isinstance(name, str) and name.isidentifier():
+        return f"{code}\ncheck({name})"
+    write = f"end with a call of {defined[-1]}" if defined else "write assert CONDITION"
+    write += ", or name the function in metadata.entry_point" if "check" in defined else ""
+    raise bad_label(prompt, f"code: the label runs no test: {write}")
+
+
+def _calls(table: dict[str, Any], prompt: Prompt) -> str:
+    """Code that calls ``fn_name`` for each input: a list of arguments, or text with one as JSON a line."""
+    name, cases = table["fn_name"], []
+    try:
+        for given, wanted in zip(table["inputs"], table["outputs"]):
+            if isinstance(given, str):
+                given, wanted = map(json.loads, given.splitlines()), json.loads(wanted)
+            cases.append(([*given], wanted))
+        is_right = name.isidentifier() and all(type(given) is not dict for given in table["inputs"])
+    except (TypeError, ValueError, AttributeError):
+        is_right = False
+    if not is_right:
+        needs = "code with fn_name needs inputs that are lists of arguments, or texts with one as JSON a line"
+        raise bad_label(prompt, needs)
+    return _CALLS.format(name=name, cases=json.dumps(cases))
 
 
 def passes(program: str, tests: list[tuple[str | None, str, str | None]], timeout_s: float) -> bool:

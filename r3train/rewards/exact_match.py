@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from r3train.rewards.answers import written
 from r3train.rewards.reward import bad_label
 from r3train.types import Prompt
 
@@ -11,6 +12,7 @@ def exact_match(prompt: Prompt, text: str) -> float:
 
     The label is text or a number.  Raises ValueError for a label of another kind.
     """
-    if not isinstance(prompt.label, (str, int, float)):
-        raise bad_label(prompt, "exact_match needs a label of text")
-    return float(text.strip() == str(prompt.label).strip())
+    label = written(prompt.label)
+    if label is None:
+        raise bad_label(prompt, "exact_match needs a label of text or a number")
+    return float(text.strip() == label.strip())

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import resource
+import time
 
 import math_verify
 
@@ -13,9 +15,14 @@ logging.getLogger("math_verify").setLevel(logging.CRITICAL)
 _bounded = False
 
 
-def equal(label: str, answer: str) -> float:
-    """1 where both texts are mathematics of one value, else 0; -1 for a label that is none."""
+def equal(label: str, answer: str, cpu_s: float) -> float:
+    """1 where both texts are mathematics of one value, else 0; -1 for a label that is none.
+
+    The process ends by SIGXCPU when the call has had ``cpu_s`` of CPU time, in whole seconds.
+    """
     _bound_memory()
+    _, most = resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(time.process_time() + cpu_s), most))
     # the library's own time-outs need signals of their own: this process has a harder one
     gold = math_verify.parse(_written(label), parsing_timeout=None)
     if not gold:
@@ -36,4 +43,5 @@ def _bound_memory() -> None:
     global _bounded
     if not _bounded:
         resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         _bounded = True

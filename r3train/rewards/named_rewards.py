@@ -20,9 +20,9 @@ from r3train.rewards.answers import last_box
 from r3train.rewards.reward import Reward
 from r3train.rewards.code import CodeReward
 from r3train.rewards.exact_match import exact_match
-from r3train.rewards.math import MathReward, dapo, gsm8k
+from r3train.rewards.math import MathReward, dapo, gsm8k, wanted_answer
 from r3train.rewards.remote import JudgeReward, RemoteReward
-from r3train.rewards.text import f1, gpqa
+from r3train.rewards.text import choices, f1, gpqa
 from r3train.rewards.signatures import signature_of
 from r3train.rewards.workers import CallFailed, Workers
 from r3train.types import Prompt, RolloutSample
@@ -33,10 +33,17 @@ BOXED = "boxed_"
 class TextReward(Reward):
     """A reward that looks at label and text only and takes no time."""
 
-    needs_label = True
+    needs_label, num_tried = True, 1000
 
-    def __init__(self, name: str, function: Callable[[Prompt, str], float]) -> None:
+    def __init__(
+        self,
+        name: str,
+        function: Callable[[Prompt, str], float],
+        right_answer: Callable[[Prompt], str] | None = None,
+    ) -> None:
         self.name, self._function = name, function
+        if right_answer is not None:
+            self.right_answer = right_answer
 
     async def __call__(self, sample: RolloutSample) -> float:
         """Score a sample."""
@@ -50,8 +57,7 @@ class TextReward(Reward):
 class NoReward(Reward):
     """The reward of rows that need none: a teacher teaches there."""
 
-    name = "none"
-    can_be_tried = False
+    name, num_tried = "none", 0
 
     async def __call__(self, sample: RolloutSample) -> float:
         """Score any sample 0."""
@@ -64,8 +70,10 @@ REWARDS: Mapping[str, Callable[[DataSection, str | None], Reward]] = {
     "exact_match": lambda data, key: TextReward("exact_match", exact_match),
     "math": lambda data, key: MathReward(data.reward_timeout_s),
     "gsm8k": lambda data, key: TextReward("gsm8k", gsm8k),
-    "dapo": lambda data, key: TextReward("dapo", dapo),
-    "gpqa": lambda data, key: TextReward("gpqa", gpqa),
+    "dapo": lambda data, key: TextReward(
+        "dapo", dapo, lambda prompt: f"Answer: {wanted_answer(prompt, 'dapo')}"
+    ),
+    "gpqa": lambda data, key: TextReward("gpqa", gpqa, lambda prompt: choices(prompt)[1]),
     "f1": lambda data, key: TextReward("f1", f1),
     "remote_rm": lambda data, key: RemoteReward(data),
     "llm_judge": JudgeReward,
@@ -78,7 +86,7 @@ class BoxedReward(Reward):
 
     def __init__(self, inner: Reward) -> None:
         self.name, self.needs_label = BOXED + inner.name, inner.needs_label
-        self.can_be_tried = inner.can_be_tried
+        self.num_tried, self.num_checked = inner.num_tried, inner.num_checked
         self.require_label, self.check, self.close = inner.require_label, inner.check, inner.close
         self._inner = inner
 
@@ -86,12 +94,20 @@ class BoxedReward(Reward):
         """Score a sample's box."""
         return await self._inner(replace(sample, text=last_box(sample.text) or ""))
 
+    def right_answer(self, prompt: Prompt) -> str | None:
+        """The inner reward's, in a box."""
+        text = self._inner.right_answer(prompt)
+        return text and f"\\boxed{{{text}}}"
+
 
 class CustomReward:
     """A function of the user, in a process of its own: one for all calls, so its state is shared.
 
     It takes what ``signatures`` knows, is async or not, and returns numbers or tables of them.
     """
+
+    num_tried = 8
+    right_answer = Reward.right_answer
 
     def __init__(self, flag: str, name: str, data: DataSection) -> None:
         self.name, self.group = name, data.group_rm

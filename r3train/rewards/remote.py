@@ -30,7 +30,7 @@ _FIELD = re.compile(r"\{(prompt|response|label)\}")
 class _HttpReward(Reward):
     """A reward that is asked for over HTTP; the other side judges the label."""
 
-    can_be_tried = False
+    num_tried = 0
 
     def __init__(self, url: str, timeout_s: float, key: str | None = None) -> None:
         self._url, self._timeout_s = url, timeout_s
@@ -186,7 +186,10 @@ class JudgeReward(_HttpReward):
             },
         )
         try:
-            text = answer["choices"][0]["message"]["content"] or ""
+            choice = answer["choices"][0]
+            text = choice["message"]["content"] or ""
+            if isinstance(text, list):  # of parts
+                text = "".join(part["text"] for part in text)
         except (KeyError, IndexError, TypeError):
             raise ValueError(
                 f"prompt {prompt.prompt_id}: llm_judge {self._url}: no completion in the answer"
@@ -194,11 +197,14 @@ class JudgeReward(_HttpReward):
             ) from None
         found = re.findall(data.judge_pattern, text)
         try:
-            return float(found[-1])
-        except (IndexError, ValueError, TypeError):
+            number, _, of = found[-1].replace("%", "/100").partition("/")
+            return float(number) / float(of or 1)
+        except (IndexError, ValueError, ZeroDivisionError):
+            is_cut = choice.get("finish_reason") == "length"
             logger.warning(
-                "prompt %s: the judge's answer has no score and counts 0: ...%r",
+                "prompt %s: the judge's answer has no score and counts 0%s: ...%r",
                 prompt.prompt_id,
+                f": it was cut at --judge-max-tokens {data.judge_max_tokens}" if is_cut else "",
                 text[-_QUOTED:],
             )
             return 0.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,9 +17,6 @@ from r3train.rewards.named_rewards import BOXED, CustomReward, NoReward, get_rew
 from r3train.rewards.worker import plain
 from r3train.rewards.workers import CallFailed, WorkerEnded
 from r3train.types import Prompt, RolloutSample
-
-# a look at a label may take milliseconds
-_CHECKED = 200
 
 
 class Scorer:
@@ -80,14 +78,19 @@ class Scorer:
         return self._custom is not None and self._custom.group
 
     @property
+    def is_custom(self) -> bool:
+        """True if a function of the user scores."""
+        return self._custom is not None
+
+    @property
     def place(self) -> str:
         """File and line of the user's function, for the end of a message; "" where there is none."""
         place = "" if self._custom is None else self._custom.place
         return place and f" ({place})"
 
-    def can_be_tried(self, prompt: Prompt) -> bool:
-        """True if a label and an empty answer can be scored here and now; raises ValueError as ``check``."""
-        return self._custom is not None or self._reward_for(prompt).can_be_tried
+    def reward_for(self, prompt: Prompt) -> Reward | CustomReward:
+        """The reward that scores a prompt; raises ValueError as ``check``."""
+        return self._custom or self._reward_for(prompt)
 
     async def __call__(self, sample: RolloutSample) -> float:
         """Score one sample; raises ValueError naming the prompt, the reward and the sample."""
@@ -192,7 +195,7 @@ class Scorer:
     def check(self, prompts: Sequence[Prompt]) -> None:
         """Raise ValueError naming a prompt that cannot be scored: no reward, or a label of no use.
 
-        Reads every label, and the first 200 of each reward more closely.  A custom reward may have
+        Reads every label, and ``num_checked`` of each reward more closely.  A custom reward may have
         a ``check`` of its own, as an attribute: a function of the list of prompts that raises
         ValueError.  Not to be called from an event loop.
         """
@@ -205,19 +208,31 @@ class Scorer:
             if reward.needs_label:
                 reward.require_label(prompt)
             prompts_by_reward.setdefault(reward.name, []).append(prompt)
-        first = [prompt for found in prompts_by_reward.values() for prompt in found[:_CHECKED]]
+        first = [
+            prompt
+            for found in prompts_by_reward.values()
+            for prompt in first_and_some(found, self._reward_for(found[0]).num_checked)
+        ]
 
-        async def look() -> None:
-            for prompt in first:
-                await self._reward_for(prompt).check(prompt)
+        async def look() -> list[Any]:
+            checks = (self._reward_for(prompt).check(prompt) for prompt in first)
+            return await asyncio.gather(*checks, return_exceptions=True)
 
         try:
-            asyncio.run(look())
+            for error in filter(None, asyncio.run(look())):
+                raise error
         finally:
             self.close()  # helpers belong to that loop
 
     def close(self) -> None:
-        """End the processes of rewards, from any thread; a later call starts them again."""
+        """End the processes of rewards, from any thread; a later call, in any loop, starts them again."""
+        self._room = asyncio.Semaphore(self._data.reward_concurrency)
         for reward in (self._custom, *self._named.values()):
             if reward is not None:
                 reward.close()
+
+
+def first_and_some(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
+    """At most ``count`` prompts: the first half of them, and as many of all others, the same at every start."""
+    first, others = prompts[: (count + 1) // 2], prompts[(count + 1) // 2 :]
+    return [*first, *random.Random(0).sample(others, min(count // 2, len(others)))]

@@ -1,21 +1,28 @@
 """The arguments of a user's reward function, from the names of its parameters.
 
 r3train calls (prompt, response_text, response_ids), (sample), or with --group-rm (samples).  Functions that
-were written for verl and TRL are called as these call them; those of slime are refused with the line to write.
+were written for verl, TRL, verifiers and AReaL are called as these call them; others, which say by their names that
+they take a label, are refused with the line to write, as slime's and OpenRLHF's are.
 """
 
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from r3train.config.data_settings import DataSection
-from r3train.types import RolloutSample
+from r3train.rewards.answers import written
+from r3train.types import Prompt, RolloutSample
 from r3train.user_code import require_function
 
 _OURS = ("prompt", "response_text", "response_ids")
+# in the name of a third parameter that is no token ids
+_NOT_IDS = re.compile(
+    r"label|answer|truth|target|solution|gold|gt\b|reference|expected|prompt|response|completion|output"
+)
 Arguments = tuple[Any, ...] | dict[str, Any]
 
 
@@ -40,16 +47,26 @@ def signature_of(
     """
     parameters = _parameters(function)
     names = tuple(parameters)
-    if "completions" in names:
+    if "completions" in names and ("prompt_ids" not in names or group):
         return Signature(lambda samples: _named(parameters, _trl(samples, data)), not group)
-    if "solution_str" in names and not group:
-        return Signature(lambda samples: _named(parameters, _verl(samples[0])))
-    if names[:1] == ("args",) and names[1:2] in (("sample",), ("samples",)):
-        write = "(samples)" if group else "(sample)"
-        raise ValueError(
-            f"{flag} {name}: looks like slime's reward: write a function {write}, with sample.text for"
-            " sample.response and sample.prompt.label for sample.label"
-        )
+    for sign, of_trainer in (
+        ("prompt_ids", _areal),
+        ("completion", _verifiers),
+        ("solution_str", _verl),
+    ):
+        if sign in names and not group:
+            return Signature(lambda samples: _named(parameters, of_trainer(samples[0], data)))
+    write, problem = "(samples)" if group else "(prompt, response_text, response_ids)", ""
+    if inspect.isclass(function):
+        problem = "is a class: make an object of it in its module and name that"
+    elif names[:1] == ("args",) and names[1:2] in (("sample",), ("samples",)):
+        problem = f"looks like slime's reward: write a function {write if group else '(sample)'}, with sample.text"
+        problem += " for sample.response and sample.prompt.label for sample.label"
+    elif _NOT_IDS.search("".join(names[2:3])) and not re.search("id|token", names[2]):
+        problem = f"its parameters {', '.join(names)} are those of another trainer: write a function {write}, with"
+        problem += " prompt.text and prompt.label"
+    if problem:
+        raise ValueError(f"{flag} {name}: {problem}")
     if group:
         require_function(flag, name, function, "samples", may_be_async=True)
         return Signature(lambda samples: (list(samples),))
@@ -73,12 +90,12 @@ def _named(parameters: Mapping[str, inspect.Parameter], columns: dict[str, Any])
     return {key: value for key, value in columns.items() if key in parameters}
 
 
-def _verl(sample: RolloutSample) -> dict[str, Any]:
-    """data_source is the metadata's, or the file's name; extra_info is the metadata."""
+def _verl(sample: RolloutSample, data: DataSection) -> dict[str, Any]:
+    """data_source is the row's column, or the metadata's, or the file's name; extra_info is the metadata."""
     prompt = sample.prompt
-    file = prompt.prompt_id.rpartition(":")[0]
+    source = {"data_source": prompt.prompt_id.rpartition(":")[0]}
     return {
-        "data_source": prompt.metadata.get("data_source", file),
+        "data_source": (source | prompt.metadata | (prompt.columns or {}))["data_source"],
         "solution_str": sample.text,
         "ground_truth": prompt.label,
         "extra_info": prompt.metadata,
@@ -86,21 +103,59 @@ def _verl(sample: RolloutSample) -> dict[str, Any]:
 
 
 def _trl(samples: Sequence[RolloutSample], data: DataSection) -> dict[str, list[Any]]:
-    """Lists over samples: columns of the data (metadata, and the label by its key), prompts, completions.
+    """Lists over samples: columns of the data and of its metadata, the label by its key, prompts, completions.
 
-    A completion is text, or with --apply-chat-template a list of one message.
+    Prompts and completions are texts, or with --apply-chat-template messages.
     """
-    keys = samples[0].prompt.metadata
-    texts: list[Any] = [sample.text for sample in samples]
-    if data.apply_chat_template:
-        texts = [[{"role": "assistant", "content": text}] for text in texts]
+    rows = [_columns(sample.prompt, data) for sample in samples]
     return {
-        **{key: [sample.prompt.metadata[key] for sample in samples] for key in keys},
-        data.label_key.rpartition(".")[2]: [sample.prompt.label for sample in samples],
-        "prompts": [sample.prompt.text for sample in samples],
-        "completions": texts,
+        **{key: [row[key] for row in rows] for key in rows[0]},
+        "prompts": [_as_messages(sample.prompt, data) for sample in samples],
+        "completions": [_completion(sample, data) for sample in samples],
         "completion_ids": [_ids(sample) for sample in samples],
     }
+
+
+def _verifiers(sample: RolloutSample, data: DataSection) -> dict[str, Any]:
+    """Prompt and completion as for TRL; answer is the label, info the metadata."""
+    prompt = sample.prompt
+    return _columns(prompt, data) | {
+        "prompt": _as_messages(prompt, data),
+        "completion": _completion(sample, data),
+        "answer": written(prompt.label) or prompt.label,  # text, as there
+        "info": prompt.metadata,
+    }
+
+
+def _areal(sample: RolloutSample, data: DataSection) -> dict[str, Any]:
+    """Texts and tokens of prompt and completion, and the row's columns; answer is the label."""
+    return _columns(sample.prompt, data) | {
+        "prompt": sample.prompt.text,
+        "completions": sample.text,
+        "prompt_ids": sample.token_ids[: sample.prompt_len].tolist(),
+        "completion_ids": _ids(sample),
+        "answer": sample.prompt.label,
+    }
+
+
+def _columns(prompt: Prompt, data: DataSection) -> dict[str, Any]:
+    """The row's columns, those of its metadata, and the label by its key."""
+    label = {data.label_key.rpartition(".")[2]: prompt.label}
+    return (prompt.columns or {}) | prompt.metadata | label
+
+
+def _as_messages(prompt: Prompt, data: DataSection) -> Any:
+    """The prompt as its trainer has it: text, or with --apply-chat-template messages."""
+    if not data.apply_chat_template:
+        return prompt.text
+    is_text = isinstance(prompt.content, str)
+    return [{"role": "user", "content": prompt.content}] if is_text else prompt.content
+
+
+def _completion(sample: RolloutSample, data: DataSection) -> Any:
+    """The response as its trainer has it: text, or with --apply-chat-template a list of one message."""
+    message = {"role": "assistant", "content": sample.text}
+    return [message] if data.apply_chat_template else sample.text
 
 
 def _ids(sample: RolloutSample) -> list[int]:

@@ -7,7 +7,7 @@ import string
 from collections import Counter
 from collections.abc import Sequence
 
-from r3train.rewards.answers import TAIL, last_box
+from r3train.rewards.answers import TAIL, last_box, written
 from r3train.rewards.reward import bad_label
 from r3train.types import Prompt
 
@@ -29,26 +29,26 @@ def gpqa(prompt: Prompt, text: str) -> float:
     The letter is taken from the last box, else from the last "answer is X", else it is the last letter
     that stands alone.  Nothing before ``</think>`` counts.
     """
-    letters, right = _choices(prompt)
+    letters, right = choices(prompt)
     tail = text.rpartition("</think>")[2][-TAIL:]
     found = [(last_box(tail) or "").strip("() .").upper()]
     found += _STATED.findall(tail)[::-1] + _ALONE.findall(tail)[::-1]
     return float(next((letter for letter in found if letter in letters), None) == right)
 
 
-def _choices(prompt: Prompt) -> tuple[Sequence[str], str]:
+def choices(prompt: Prompt) -> tuple[Sequence[str], str]:
     """The letters that may be chosen and the right one; raises ValueError naming the prompt."""
-    choices, label = prompt.metadata.get("choices"), prompt.label
-    if isinstance(choices, dict):
-        choices = list(choices.values())
-    letters = list(_LETTERS[: len(choices) if choices else _MOST_CHOICES])
+    texts, label = prompt.metadata.get("choices"), prompt.label
+    if isinstance(texts, dict):
+        texts = list(texts.values())
+    letters = list(_LETTERS[: len(texts) if texts else _MOST_CHOICES])
     if isinstance(label, str):
         if label.strip().upper() in letters:
             return letters, label.strip().upper()
-        if choices and label in choices:
-            return letters, letters[choices.index(label)]
-    elif isinstance(label, int) and not isinstance(label, bool) and 0 <= label < len(letters):
-        return letters, letters[label]
+        if texts and label in texts:
+            return letters, letters[texts.index(label)]
+    elif (number := written(label)) in map(str, range(len(letters))):
+        return letters, letters[int(number)]
     needs = f"one of {letters[0]} to {letters[-1]}, a number below {len(letters)}"
     raise bad_label(prompt, f"gpqa needs a label that is {needs} or one of metadata.choices")
 
@@ -59,9 +59,10 @@ def f1(prompt: Prompt, text: str) -> float:
     Case and articles do not count, and punctuation is deleted: ``U.S.`` is ``us``, ``1,000`` is ``1000``.  Of several labels (a list) the best counts.
     """
     labels = prompt.label if isinstance(prompt.label, list) else [prompt.label]
-    if not labels or not all(isinstance(label, (str, int, float)) for label in labels):
+    texts = [written(label) for label in labels]
+    if not texts or None in texts:
         raise bad_label(prompt, "f1 needs a label of text or a list of texts")
-    return max(_word_f1(_words(text), _words(str(label))) for label in labels)
+    return max(_word_f1(_words(text), _words(label)) for label in texts)
 
 
 def _words(text: str) -> list[str]:

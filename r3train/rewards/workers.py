@@ -38,13 +38,17 @@ class CallFailed(Exception):
 class Workers:
     """Processes that run one function, as module:object, each at most ``calls`` times at once.
 
-    Used in one event loop, except ``close``.  Processes start when they are needed.
+    Used in one event loop up to ``close``.  Processes start when they are needed.
     """
 
     def __init__(self, path: str, *, processes: int, calls: int) -> None:
-        self._path = path
-        self._workers = [_Worker(path) for _ in range(processes)]
-        self._free = asyncio.Semaphore(processes * calls)
+        self._path, self._processes, self._calls = path, processes, calls
+        self._begin()
+
+    def _begin(self) -> None:
+        """Make what belongs to one event loop."""
+        self._workers = [_Worker(self._path) for _ in range(self._processes)]
+        self._free = asyncio.Semaphore(self._processes * self._calls)
 
     async def call(self, arguments: Any, *, timeout_s: float) -> Any:
         """Call the function, by position (a tuple) or by name (a table), and return its numbers.
@@ -68,8 +72,10 @@ class Workers:
                 worker.calls -= 1
 
     def close(self) -> None:
-        """End the processes and all that they have started, from any thread."""
-        for worker in self._workers:
+        """End the processes and all that they have started, from any thread; another loop may begin anew."""
+        workers = self._workers
+        self._begin()
+        for worker in workers:
             worker.kill()
 
 

@@ -54,7 +54,7 @@ def as_the_template_writes_them(sample: RolloutSample, tokenizer) -> int:
             continue
         assert not {eos, unk} & set(tokens[:-1]), "nothing follows a token that ends a turn"
         ended += tokens[-1] == unk
-        text = tokenizer.decode(tokens, skip_special_tokens=True)
+        text = tokenizer.decode(tokens[:-1] if tokens[-1] in (eos, unk) else tokens)
         shown = asyncio.run(game.step(Turn(0, [], text, False))).observation
         if place + 1 < len(parts):
             reply = (

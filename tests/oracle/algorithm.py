@@ -180,7 +180,7 @@ def kl_pay(groups: Rollout, old: list[Tensor], ref: list[Tensor], rule: Rule) ->
 def advantages(groups: Rollout, rule: Rule, pay: list[np.ndarray]) -> list[np.ndarray]:
     """A number for each token of each sample, float64[T]; pay: of ``kl_pay``.
 
-    grpo (arXiv 2402.03300, 4.1.2; without std 2503.20783), rloo (2402.14740), max_rl (over the mean),
+    grpo (arXiv 2402.03300, 4.1.2; without std 2503.20783), rloo (2402.14740), max_rl (over the mean, bounded),
     reinforce_plus_plus and its baseline (2501.03262), gdpo (2601.05242).
     """
     if rule.advantage_estimator == "gdpo":
@@ -200,7 +200,7 @@ def advantages(groups: Rollout, rule: Rule, pay: list[np.ndarray]) -> list[np.nd
             value = {
                 "grpo": centred / (spread + 1e-6) if rule.grpo_std_normalization else centred,
                 "rloo": centred * n / (n - 1),
-                "max_rl": centred / mean if mean > 0 else 0.0,
+                "max_rl": centred / max(mean, max(map(abs, rewards)) / n) if mean > 0 else 0.0,
                 "reinforce_plus_plus": 0.0,
                 "reinforce_plus_plus_baseline": centred,
             }[name]

@@ -57,7 +57,7 @@ CHANGES = {
     ),
     "max_rl_not_over_the_mean": Change(
         "algo.advantages.max_rl:max_rl",
-        " / np.where(positive, mean, 1.0)",
+        " / np.where(positive, divisor, 1.0)",
         "",
         {"advantage_estimator": "max_rl"},
     ),

@@ -218,6 +218,54 @@ def of_trl_too_many(completions):
     return [1.0, 2.0]
 
 
+def of_verl_source(data_source, solution_str, ground_truth):
+    return float(data_source == "openai/gsm8k")
+
+
+def of_trl_prompts(prompts, completions, level, **kwargs):
+    return [
+        prompt[-1]["content"] + completion[-1]["content"] == "cat" + "dog"
+        for prompt, completion in zip(prompts, completions)
+    ]
+
+
+def of_verifiers(prompt, completion, answer, info):
+    return float((prompt, completion, answer) == ("text", "four", "x")) + info["n"]
+
+
+def of_verifiers_chat(completion, answer):
+    return float(completion[-1]["content"] == answer)
+
+
+def of_verifiers_state(completion, answer, state):
+    return 1.0
+
+
+def of_areal(prompt, completions, prompt_ids, completion_ids, answer, **kwargs):
+    same = (prompt, completions, answer) == ("text", "four", "x")
+    return float(same) + len(prompt_ids) + len(completion_ids) + kwargs["n"]
+
+
+def of_openrlhf(queries, prompts, labels):
+    return [1.0]
+
+
+def of_response_label(prompt, response, label):
+    return 1.0
+
+
+def of_correct_answer(question, text, correct_answer):
+    return 1.0
+
+
+class OfSwift:
+    def __call__(self, completions, label, **kwargs):
+        return [float(text == of) for text, of in zip(completions, label)]
+
+
+of_swift = OfSwift()
+
+
 async def of_slime(args, sample, **kwargs):
     return 1.0
 
@@ -228,3 +276,11 @@ def of_verl_wanting_more(solution_str, ground_truth, tokenizer):
 
 def of_text(prompt, text, ids):
     return len(text)
+
+
+def wants_a_box(prompt, text, ids):
+    return float(f"\\boxed{{{prompt.label}}}" in text)
+
+
+def first_word(prompt, text, ids):
+    return float(bool(text.split()))

@@ -18,9 +18,12 @@ def max_rl(
     """Score each episode ``(R - mean) / mean`` of its group; 0 where the mean is 0 or below.
 
     With rewards of 0 and 1 a prompt that is seldom solved weighs more, as in the gradient of the
-    log-likelihood of success.
-    Source: prime-rl's estimator of the same name.
+    log-likelihood of success.  A mean of n rewards that are not negative is at least their largest / n; with negative
+    ones, of a length penalty say, it may be next to 0, and the divisor is bounded so: no advantage is above 2 n.
+    Source: prime-rl's estimator of the same name, which has no such bound.
     """
     mean = rewards.mean(axis=1, keepdims=True)
+    divisor = np.maximum(mean, np.abs(rewards).max(axis=1, keepdims=True) / rewards.shape[1])
     positive = mean > 0
-    return spread(groups, np.where(positive, centred(rewards) / np.where(positive, mean, 1.0), 0.0))
+    scaled = centred(rewards) / np.where(positive, divisor, 1.0)
+    return spread(groups, np.where(positive, scaled, 0.0))

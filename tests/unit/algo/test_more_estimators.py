@@ -27,11 +27,25 @@ def trained(groups, max_response_len=8, **settings):
         ([4.0, 2.0], [1 / 3, -1 / 3]),
         ([0.0, 0.0], [0.0, 0.0]),  # nobody solved it
         ([1.0, -3.0], [0.0, 0.0]),  # a mean below 0 gives no scale
+        ([1.0, -0.5], [1.5, -1.5]),  # 3/4 over 1/2, the largest over their number
     ],
 )
 def test_max_rl_equals_the_hand_worked_group(rewards, expected):
     got = advantages([rewards], advantage_estimator="max_rl")
     np.testing.assert_allclose(got, [expected], rtol=1e-6)
+
+
+def test_max_rl_is_bounded_whatever_the_rewards_are():
+    near_zero = [0.1, 0.2, -0.3, 0.1, 0.2, -0.3, 0.0, 0.0]
+    rng = np.random.default_rng(0)
+    groups = [near_zero, *(rng.integers(0, 2, 8) - 0.3 * rng.random(8) for _ in range(400))]
+    for rewards in groups:
+        [got] = advantages([list(rewards)], advantage_estimator="max_rl")
+        assert np.abs(got).max() <= 2 * len(rewards) and abs(np.sum(got)) < 1e-6
+    not_negative = rng.random((50, 8))
+    want = not_negative / not_negative.mean(axis=1, keepdims=True) - 1
+    got = advantages([list(row) for row in not_negative], advantage_estimator="max_rl")
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
 def test_reinforce_plus_plus_baseline_is_whitened_over_tokens_and_not_over_samples():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import re
 
 import pytest
@@ -11,8 +12,10 @@ from click.testing import CliRunner
 from r3train.config import RunConfig
 from r3train.config.help_text import PASSTHROUGH_HELP
 from r3train.config.options import train_options, usage_errors
-from r3train.config.peers import FRAMEWORKS
+from r3train.config.peers import ANSWERS, FRAMEWORKS, PEERS
 from r3train.config.sources import flag_name, places
+from r3train.trainer.megatron.overrides import override_conflicts
+from tests.unit.config.test_config import config
 
 REQUIRED = (
     "--hf-checkpoint m --prompt-data p.jsonl --num-rollout 2 --rollout-batch-size 4"
@@ -267,6 +270,120 @@ def test_a_name_without_its_tables_is_ours_first_and_theirs_if_it_has_one_meanin
     assert ": --tensor-model-parallel-size 3" in refused("a.tensor_model_parallel_size=3")
     assert "Here it is" not in refused("a.path=3")  # a model's, or a reward function's
     assert "Here it is prompt_data" in refused("--train-files")
+
+
+SLIME = """
+--actor-num-nodes 1 --actor-num-gpus-per-node 8 --colocate --disable-bias-linear --qk-layernorm
+--group-query-attention --num-attention-heads 32 --num-query-groups 4 --kv-channels 128 --num-layers 48
+--hidden-size 2048 --ffn-hidden-size 6144 --normalization RMSNorm --position-embedding-type rope
+--norm-epsilon 1e-6 --rotary-percent 1.0 --swiglu --untie-embeddings-and-output-weights
+--vocab-size 151936 --rotary-base 1000000 --moe-ffn-hidden-size 768 --moe-router-score-function softmax
+--moe-token-dispatcher-type alltoall --moe-router-topk 8 --moe-layer-freq [1]*48 --num-experts 128
+--moe-grouped-gemm --moe-token-drop-policy probs --moe-router-dtype fp32 --moe-permute-fusion
+--moe-aux-loss-coeff 0 --ref-load m_dist --apply-chat-template --rollout-shuffle --rm-type deepscaler
+--n-samples-per-prompt 4 --balance-data --optimizer adam --optimizer-cpu-offload
+--overlap-cpu-optimizer-d2h-h2d --use-precision-aware-optimizer --use-kl-loss --kl-loss-coef 0.00
+--kl-loss-type low_var_kl --eps-clip-high 0.28 --use-tis --tis-level geometric --use-wandb
+--wandb-group g --wandb-run-id x --wandb-key k --sequence-parallel --use-dynamic-batch-size
+--eval-prompt-data aime a.jsonl --rollout-num-gpus-per-engine 8 --sglang-cuda-graph-bs 1 2 4 8
+--attention-dropout 0.0 --hidden-dropout 0.0 --accumulate-allreduce-grads-in-fp32
+--attention-softmax-in-fp32 --attention-backend flash
+"""
+
+
+def test_all_flags_of_a_script_of_slime_are_answered_at_once_with_its_wrong_values():
+    words, said = SLIME.split(), refused(*SLIME.split())
+    lines = [line.removeprefix("Error: ") for line in said.splitlines() if "No such option" in line]
+    assert "Did you mean" not in said and "without a flag" not in said
+    unknown = [flag for line in lines for flag in re.findall(r"'(--[\w-]+)'", line)]
+    known = {f"--{name.replace('_', '-')}" for name in places(RunConfig)}
+    flags = [word for word in words if word.startswith("--") and not word.startswith("--sglang")]
+    assert sorted(unknown) == sorted(set(flags) - known) and len(unknown) == 42
+    assert all(re.search(r"'\. [HIL]\w+ .*\.$", line) for line in lines), lines
+    of_checkpoint = next(line for line in lines if "'--qk-layernorm'" in line)
+    assert "'--norm-epsilon'" in of_checkpoint and "config.json (--hf-checkpoint)" in of_checkpoint
+    assert "--transformer-override moe_router_dtype=VALUE" in said
+    assert "--optimizer-override optimizer_cpu_offload=VALUE" in said
+    assert "'--kl-loss-type': 'low_var_kl' is not one of k1, k2, k3, k3+. Here it is k3." in said
+
+
+def test_every_field_of_megatron_is_answered_as_an_override_of_it_is():
+    from r3train.cpu.device import prepare_device
+
+    prepare_device()
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    records = {"transformer": TransformerConfig, "optimizer": OptimizerConfig}
+    names = {kind: {field.name for field in dataclasses.fields(records[kind])} for kind in records}
+    for kind, fields in names.items():
+        for name in fields - set(places(RunConfig)) - set(PEERS):
+            if name.startswith("_") or all(name in each for each in names.values()):
+                continue
+            said = override_conflicts(config(**{f"{kind}_overrides": {name: "fp32"}}))
+            refusals = [line for line in said if "cannot be set" in line]
+            is_override = f"--{kind}-override {name}=VALUE" in ANSWERS[name]
+            assert is_override == (not refusals), (name, refusals)
+
+
+@pytest.mark.parametrize(
+    "words, absent",
+    [
+        ("--norm-epsilonn 1", "plot"),
+        ("--vocab 1", "world-size"),
+        ("--kv-chan 1", "canaries"),
+        ("--total-stops 9", "route-stores"),
+        ("--zzz 1 --yyy", "Did you mean"),
+    ],
+)
+def test_a_name_that_is_unlike_all_gets_no_hint(words, absent):
+    assert absent not in refused(*words.split()).partition("Error")[2]
+
+
+def test_unknown_flags_are_found_behind_values_that_look_like_flags():
+    said = refused(
+        "--judge-template",
+        "--lr-x {response}",
+        "--rollout-stop",
+        "-x",
+        "--foo",
+        "-bar",
+        "--hf-chekpoint",
+        "m",
+    )
+    assert "'--foo'" in said and "Did you mean '--hf-checkpoint'?" in said
+    assert "--lr-x" not in said and "two dashes" not in said
+
+
+@pytest.mark.parametrize(
+    "text, answers",
+    [
+        (
+            "max_steps = 5\nseq_len = 8",
+            ["max_steps. Here it is num_rollout", "rollout_max_context_len"],
+        ),
+        ("[model]\nname = 'm'", ["unknown key model.name. Here it is hf_checkpoint."]),
+        (
+            "[orchestrator]\nbatch_size = 5\nmax_off_policy_steps = 1\n[orchestrator.sampling]\nmax_tokens = 9",
+            [
+                "unknown key orchestrator.batch_size. Here it is rollout_batch_size, which",
+                "unknown key orchestrator.max_off_policy_steps. Here it is max_weight_staleness.",
+                "unknown key orchestrator.sampling.max_tokens. Here it is rollout_max_response_len.",
+            ],
+        ),
+        ("[trainer.optim]\nlr = 1e-6", ["unknown key trainer.optim.lr. Here it is lr."]),
+        (
+            "[actor_rollout_ref.rollout]\nn = 8",
+            ["actor_rollout_ref.rollout.n. Here it is n_samples_per_pro"],
+        ),
+        ("[trainer]\nmax_grad_norm = 1", ["unknown key max_grad_norm. Here it is clip_grad."]),
+        ("[model]\nnum_layers_x = 1", ["unknown key num_layers_x."]),
+    ],
+)
+def test_keys_of_other_frameworks_files_are_answered_each_by_its_tables(text, answers, tmp_path):
+    (tmp_path / "c.toml").write_text(text)
+    said = " ".join(refused("--config", str(tmp_path / "c.toml")).split())
+    assert all(answer in said for answer in answers), said
 
 
 def test_missing_required_fields_are_all_named():

@@ -454,6 +454,17 @@ def test_calls_of_tools_are_read_and_what_is_none_says_why():
     assert second.error.startswith("the call is not JSON: ")
     assert third.error == "a call is an object with name and arguments"
     assert tool_calls("no call") == []
+    call = '<tool_call>{"name": "search", "arguments": {"query": "moon"}}</tool_call>'
+    real = ToolCall("search", {"query": "moon"})
+    draft = call.replace("moon", "sun")
+    for thought in (f"<think>maybe {draft}</think>", f"maybe {draft} no.</think>"):
+        assert tool_calls(f"{thought}No need. 4") == []
+        assert tool_calls(f"{thought}{call}") == [real]
+        assert tool_calls(f"{thought}{call}<think>{draft}</think>{call}") == [real, real]
+        assert tool_calls(f"{thought}{call}<think>and {draft}") == [real], "a thought that was cut"
+    assert tool_calls(call.replace("moon", "<think>")) == [ToolCall("search", {"query": "<think>"})]
+    assert tool_calls(call.replace("arguments", "parameters")) == [real]
+    assert tool_calls(call.removesuffix("</tool_call>")) == [real], "the answer ended with the call"
     [deep] = tool_calls(f"<tool_call>{100_000 * '['}</tool_call>")
     assert deep.error.startswith("the call is not JSON: ")
 

@@ -154,7 +154,7 @@ def test_an_evaluation_does_not_wait_for_restarts_that_only_training_makes(tmp_p
 async def test_an_evaluation_warns_of_programs_and_refuses_trackers(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr("r3train.launch.preflight.isolation", lambda: ())
     path = tmp_path / "a.jsonl"
-    path.write_text(json.dumps({"input": "cat", "label": ["assert True"]}) + "\n")
+    path.write_text(json.dumps({"input": "cat", "label": ["assert f(1) == 2"]}) + "\n")
     flags = ("--eval-prompt-data", "a", str(path), "--rm-type", "boxed_code")
     result = await evaluate(Server(), tiny, tmp_path / "run", *flags)
     assert result.exit_code == 0, result.output

@@ -85,3 +85,20 @@ def test_an_evaluation_set_is_sampled_by_its_settings_and_the_runs_limits(tiny, 
         seed=11,
     )
     assert (made.name, made.num_samples, made.segment_len) == ("a", 2, 4)
+
+
+def test_the_text_of_an_answer_keeps_special_tokens_but_the_one_that_ended_it(tiny, tmp_path):
+    path = str(held_out(tmp_path / "a.jsonl", count=1))
+    flags = ("--eval-prompt-data", "a", path, "--rm-type", "accepted_words")
+    flags += ("--eval-max-response-len", "9", "--rollout-max-context-len", "30")
+    flags += ("--rollout-stop-token-ids", "6")
+    words = with_defaults(tiny / "model", flags)
+    job = preflight_evaluation(parse_train_flags(words, prog_name="eval"))
+    text_of, tokenizer = job.decoder(), job.tokenizer
+    job.close()
+    pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id
+    shown = [tokenizer.pad_token, *tokenizer.convert_ids_to_tokens([5, 6])]
+    assert text_of([pad, 5, 6, eos]).split() == shown
+    assert text_of([pad, 5, 6]).split() == shown
+    assert text_of([5, eos, 6, eos, eos]).count(tokenizer.eos_token) == 2
+    assert text_of([]) == ""

@@ -765,7 +765,7 @@ def test_programs_that_have_the_network_are_a_warning(
     flags, row, warns, tiny, tmp_path, monkeypatch
 ):
     monkeypatch.setattr("r3train.launch.preflight.isolation", lambda: ())
-    prompts = with_prompts(tiny, tmp_path, {"input": "cat", "label": ["assert True"]} | row)
+    prompts = with_prompts(tiny, tmp_path, {"input": "cat", "label": ["assert f(1) == 2"]} | row)
     result = start(tiny, "--dry-run", *prompts, *flags)
     assert result.exit_code == 0, result.output
     assert ("warning: programs of the reward code have the network" in words(result)) == warns

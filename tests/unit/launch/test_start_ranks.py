@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -144,6 +145,10 @@ if how[0] in ("stopped", "begins"):
     os.write(1, b"waits\\n")
 if how[0] == "ends":
     sys.exit(0)
+if how[0] == "writes":
+    with open(f"{how[1]}.{rank}", "w") as file:
+        json.dump(how, file)
+    sys.exit(0)
 time.sleep(60)
 """
 
@@ -172,6 +177,31 @@ def test_the_launcher_adds_a_line_only_where_no_rank_has_spoken(flags, code, lin
     output = capfd.readouterr()
     assert output.out == ""
     assert re.fullmatch(line, output.err), output.err
+
+
+def test_every_flag_arrives_at_every_rank_as_it_was_given(program, tmp_path):
+    words = [
+        "Judge $$x^2$$ of {response}",
+        "${local_rank} $local_rank $rank $HOME",
+        "kill -STOP $$",
+    ]
+    words += [
+        "$",
+        "$$$",
+        "a=$1",
+        "",
+        " two  words ",
+        "a,b",
+        "'q\"",
+        "\\n\n",
+        "%s {0} *",
+        "--",
+        "\u00e9",
+    ]
+    flags = ["writes", str(tmp_path / "flags"), *words]
+    assert start_ranks(flags, 2, 1, 0, *_meeting(1, 0, None)) == 0
+    for rank in range(2):
+        assert json.loads((tmp_path / f"flags.{rank}").read_text()) == flags
 
 
 def test_the_launcher_leaves_no_file(program, tmp_path, monkeypatch):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from aiohttp import web
 from tests.unit.rewards.test_remote import JUDGE, REMOTE, completion, score
@@ -51,6 +53,25 @@ def test_the_final_answer_is_the_last_one_with_its_sign(text, answer):
         ("50%", "it is 50", 1.0),
         ("50", r"so \boxed{50%}", 1.0),
         ("72", "it is 72, as I said", 1.0),
+        ("3", "The answer is \u22123.", 0.0),
+        ("-3", "The answer is \u22123.", 1.0),
+        ("-3", "The answer is \u20133.", 1.0),
+        ("20", r"\boxed{20\%}", 1.0),
+        ("5", r"\boxed{5\text{ hours}}", 1.0),
+        ("5", r"\boxed{5 hours}", 1.0),
+        ("5", r"\boxed{\text{5}}", 1.0),
+        ("5", r"\boxed{5^\circ}", 1.0),
+        ("20", r"\boxed{x = 20}", 1.0),
+        ("70000", r"\boxed{70\,000}", 1.0),
+        ("70000", r"it is 70\,000", 1.0),
+        ("70000", "it is 70~000", 1.0),
+        ("70000", "**#### 70000**", 1.0),
+        ("70000", r"\boxed{\$70,000.00}", 1.0),
+        ("5", r"\boxed{5x}", 0.0),
+        ("5", r"\boxed{5\pi}", 0.0),
+        ("5", r"\boxed{5 or 6}", 0.0),
+        ("5", r"\boxed{\frac{5}{2}}", 0.0),
+        ("5 hours", "it is 5", 1.0),
     ],
 )
 def test_gsm8k_reads_signs_commas_and_percents(label, response, reward):
@@ -60,15 +81,74 @@ def test_gsm8k_reads_signs_commas_and_percents(label, response, reward):
 @pytest.mark.parametrize(
     "label, response, reward",
     [
-        ("34", "Answer: 34.0", 1.0),
         (r"so \boxed{34}", "Answer: 34", 1.0),
         ("$x$", "Answer: x", 1.0),
         ("x", "Answer: $x$.", 1.0),
         ("x", "ANSWER : x", 1.0),
+        # the numbers of verl 0.9.1's math_dapo.compute_score
+        ("34", "Answer: 34.0", -1.0),
+        ("34", "Answer: 34.", -1.0),
+        ("34", "Answer: x = 34", 1.0),
+        ("34", "Answer: 34 dollars", 1.0),
+        ("34", r"Answer: \text{34}", 1.0),
+        ("34", r"Answer: 34^\circ", 1.0),
+        ("34", "**Answer:** 34", -1.0),
+        ("1234", "Answer: 1,234", 1.0),
+        (r"\frac{1}{2}", r"Answer: \frac12", 1.0),
+        (r"\sqrt{3}", r"Answer: $\boxed{\sqrt3}$", 1.0),
+        ("apple", "Answer: an apple", 1.0),
+        (34.0, "Answer: 34", 1.0),
     ],
 )
-def test_dapo_compares_by_value_and_without_dollars(label, response, reward):
+def test_dapo_scores_as_verl_does(label, response, reward):
     assert reward_of("dapo", label, response) == reward
+
+
+@pytest.mark.parametrize(
+    "name, label, response, reward",
+    [
+        ("math", 0.00001, r"\boxed{0.00001}", 1.0),
+        ("math", 0.00001, r"\boxed{10^{-5}}", 1.0),
+        ("math", 0.00001, r"\boxed{e-5}", 0.0),
+        ("math", "1e-05", r"\boxed{0.00001}", 1.0),
+        ("math", "1e-05", r"\boxed{e-5}", 0.0),
+        ("math", 2.5e-7, r"\boxed{0.00000025}", 1.0),
+        ("math", 1e16, r"\boxed{10000000000000000}", 1.0),
+        ("math", "6.02e23", r"\boxed{6.02 \times 10^{23}}", 1.0),
+        ("math", "0.00001", "it is 1e-5", 1.0),
+        ("math", 36.0, r"\boxed{36}", 1.0),
+        ("math", "-3", "The answer is \u22123.", 1.0),
+        ("math", "3", "The answer is \u22123.", 0.0),
+        ("math", "70000", r"\boxed{70\,000}", 1.0),
+        ("math", "70000", "it is 70~000", 1.0),
+        ("math", "e^{5}", r"\boxed{e^5}", 1.0),
+        ("exact_match", 36.0, "36", 1.0),
+        ("exact_match", 0.00001, "0.00001", 1.0),
+        ("exact_match", "1e-05", "1e-05", 1.0),
+        ("f1", [36.0, "x"], "36", 1.0),
+        ("gpqa", 2.0, "Answer: C", 1.0),
+        ("gsm8k", 1e16, "it is 10,000,000,000,000,000", 1.0),
+    ],
+)
+def test_a_number_is_the_label_that_a_model_writes(name, label, response, reward):
+    assert reward_of(name, label, response) == reward
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "dapo", "exact_match", "gpqa", "f1"])
+@pytest.mark.parametrize("filler", ["!", "5,", "\\text{", "~", " ", "7 ", "$", "####", "\\boxed{"])
+def test_a_hostile_answer_takes_no_time(name, filler):
+    label = "A" if name == "gpqa" else "5"
+    for text in (f"{filler * 4000}x", f"\\boxed{{5 {filler * 1990}x7}}", f"5{filler * 4000}7"):
+        began = time.process_time()
+        reward_of(name, label, text)
+        assert time.process_time() - began < 1.0, text[:20]
+
+
+@pytest.mark.parametrize("name", ["exact_match", "f1", "math", "gsm8k", "dapo", "gpqa"])
+@pytest.mark.parametrize("label", [True, float("nan"), float("inf")])
+def test_a_label_that_is_no_text_and_no_number_is_refused(name, label):
+    with pytest.raises(ValueError, match=f"prompt p.jsonl:7: {name} needs a label .*, got "):
+        Scorer(settings(rm_type=name)).check([sample(label=label).prompt])
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import resource
 import socket
 import subprocess
 import sys
+import textwrap
 
 import psutil
 import pytest
@@ -58,11 +59,110 @@ def test_a_program_earns_1_if_it_passes_every_test(program, label, reward):
 
 
 def test_the_last_block_of_python_counts():
-    text = "```python\n1\n```\n```\n2\n```\n```json\n3\n```"
+    text = "```\n1\n```\n```\n2\n```\n```json\n3\n```"
     assert program_of(text) == "2\n"
     assert program_of("no block") is None
     assert program_of("```python\ncut off") is None
     assert scored(settings(**CODE), sample("no block", label="assert True")) == [0.0]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"```{language}\n{ADD}```"
+        for language in (
+            "Python",
+            "PYTHON",
+            "python3",
+            "py3",
+            "py",
+            " python",
+            "python title=a.py",
+            "{.python}",
+        )
+    ]
+    + [
+        f"~~~python\n{ADD}~~~",
+        f"````python\n{ADD}````",
+        "1. First:\n   ```python\n" + textwrap.indent(ADD, "   ") + "   ```\n",
+        "- ```python\n" + textwrap.indent(ADD, "  ") + "  ```\n",
+        f"```python\n{ADD}```\nIt prints:\n```\n3\n```",
+        f"Inline ```x``` first.\n```python\n{ADD}```",
+        f"<think>\n```python\n1 / 0\n```\n</think>\n```\n{ADD}```",
+        f"```python\n{ADD}```\n```bash\nls\n```",
+        f"```python\r\n{ADD}```",
+    ],
+)
+def test_a_right_program_is_found_whatever_its_fence(text):
+    assert scored(settings(**CODE), sample(text, label=ADD_TESTS)) == [1.0]
+
+
+CHECK = "def check(candidate):\n    assert candidate(1, 2) == 3\n"
+CALLED = {"inputs": [[1, 2], [0, 0]], "outputs": [3, [0]], "fn_name": "add"}
+
+
+@pytest.mark.parametrize(
+    "label, metadata",
+    [
+        (CHECK, {"entry_point": "add"}),
+        (CHECK + "\ncheck(add)", {}),
+        (CALLED, {}),
+        (str(CALLED), {}),
+        (json.dumps(json.dumps(CALLED)), {}),
+        ({"inputs": ["1\n2"], "outputs": ["3"], "fn_name": "add"}, {}),
+        (str(ADD_TESTS), {}),
+    ],
+)
+def test_tests_of_other_sets_are_understood(label, metadata):
+    prompts = [sample(label=label, metadata=metadata).prompt]
+    Scorer(settings(**CODE)).check(prompts)
+    method = "class Solution:\n    def add(self, a, b):\n        return a + b\n"
+    programs = {ADD: 1.0, ADD.replace("+", "-"): 0.0, "x = 1": 0.0}
+    if "fn_name" in str(label):
+        programs[method] = 1.0
+    answers = [
+        sample(f"```python\n{program}\n```", label=label, metadata=metadata) for program in programs
+    ]
+    assert scored(settings(**CODE), *answers) == list(programs.values())
+
+
+def test_a_table_of_parquet_has_the_keys_of_all_rows():
+    assert reward_of(ECHO, ECHO_TESTS | {"fn_name": None}) == 1.0
+    assert (
+        reward_of(f"def f(): return (1, 2)", {"inputs": [[]], "outputs": [[1, 2]], "fn_name": "f"})
+        == 1.0
+    )
+
+
+@pytest.mark.parametrize(
+    "label, message",
+    [
+        (CHECK, r"runs no test: end with a call of check, or name the function in metadata.entry"),
+        ("def test_add():\n    assert add(1, 2) == 3", "runs no test: end with a call of test_add"),
+        ("add(1, 2) == 3", r"add\(1, 2\) == 3 cannot fail: write assert CONDITION"),
+        (["assert add(1, 2) == 3", "add(1, 1) == 2"], "add.1, 1. == 2 cannot fail"),
+        ("assert (add(1, 2) == 3, 'sum')", "cannot fail: write assert CONDITION"),
+        ("def check(f):\n    assert (f(1), 'x')\ncheck(add)", "cannot fail: write assert"),
+        ("# no tests", "runs no test: write assert CONDITION"),
+        ("result = add(1, 2)", "runs no test: write assert CONDITION"),
+        ("assert add(1, 2) ==", "the tests are no Python"),
+        ("assert True", "an empty program passes the tests"),
+        ("for x in []:\n    assert add(x, x)", "an empty program passes the tests"),
+        ({"inputs": ["1"], "outputs": [" \n"]}, "needs an output that is not empty"),
+        (
+            {**ECHO_TESTS, "timeout": 3},
+            r"needs tests of inputs, outputs and perhaps fn_name, not \['timeout'\]",
+        ),
+        ({"inputs": [1], "outputs": [2], "fn_name": "f"}, "fn_name needs inputs that are lists of"),
+        ({"inputs": [[1]], "outputs": [2], "fn_name": "f()"}, "fn_name needs inputs that are li"),
+        ({"inputs": [{"a": 1}], "outputs": [2], "fn_name": "f"}, "fn_name needs inputs that are"),
+        ("{'inputs': ['1'], 'outputs': []}", "as many texts in inputs as in outputs"),
+    ],
+)
+def test_tests_that_every_program_passes_or_none_are_refused_with_their_prompt(label, message):
+    with pytest.raises(ValueError, match=f"prompt p.jsonl:7: code.*{message}.*, got ") as caught:
+        Scorer(settings(**CODE)).check([sample(label=label).prompt])
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -203,6 +203,34 @@ async def test_llm_judge_without_a_score_is_0():
     assert await score(completion("I like it"), sample(), **JUDGE) == [0.0]
 
 
+@pytest.mark.parametrize(
+    "text, reward",
+    [
+        ("**Score:** 1", 1.0),
+        ("Score: **1**", 1.0),
+        ("Score\uff1a1", 1.0),
+        ("Final score is 1", 1.0),
+        ("Score = `0.5`", 0.5),
+        ("Score: 1e-1", 0.1),
+        ("Score: 50%", 0.5),
+        ("Score: 8/10", 0.8),
+        ("Score: 1.", 1.0),
+        ([{"type": "text", "text": "Score:"}, {"type": "text", "text": " 1"}], 1.0),
+    ],
+)
+async def test_llm_judge_reads_scores_as_models_write_them(text, reward):
+    assert await score(completion(text), sample(), **JUDGE) == [reward]
+
+
+async def test_a_judge_that_was_cut_is_said_to_be(caplog):
+    async def handler(request):
+        choice = {"message": {"content": None}, "finish_reason": "length"}
+        return web.json_response({"choices": [choice]})
+
+    assert await score(handler, sample(), judge_max_tokens=7, **JUDGE) == [0.0]
+    assert "counts 0: it was cut at --judge-max-tokens 7" in caplog.text
+
+
 async def test_llm_judge_takes_another_pattern_and_refuses_another_protocol():
     pattern = r"<grade>(\d+)</grade>"
     handler = completion("<grade>7</grade>")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 
+import psutil
 import pytest
+from tests.unit.reward_functions import PATH
 from tests.unit.rewards.test_scoring import sample, scored, settings
 
 from r3train.rewards.scoring import Scorer
@@ -110,6 +113,33 @@ def test_hostile_expressions_score_0_beside_the_others_and_end_their_process():
     assert scored(data, *hostile, *good) == [0.0] * 3 + [1.0] * 20
 
 
+def graders():
+    return [
+        process
+        for process in psutil.Process().children(recursive=True)
+        if "r3train.rewards.worker" in " ".join(process.cmdline())
+    ]
+
+
+async def test_a_grader_that_gets_no_cpu_for_a_while_scores_the_right_answer_1(caplog):
+    scorer = Scorer(settings(rm_type="math"))
+    answer = sample(r"\boxed{\frac{2}{4}}", label="1/2")
+    try:
+        assert await scorer(answer) == 1.0
+        for process in graders():
+            process.suspend()
+        asyncio.get_running_loop().call_later(4.0, lambda: [each.resume() for each in graders()])
+        assert await scorer(answer) == 1.0
+        for process in graders():
+            process.kill()
+        assert await scorer(answer) == 1.0
+        assert caplog.text == ""
+        assert await scorer(sample(r"\boxed{9^{9^{9^{9}}}}", label="1/2")) == 0.0
+    finally:
+        scorer.close()
+    assert "SIGXCPU" in caplog.text and "scores 0, as 1 so far" in caplog.text
+
+
 @pytest.mark.parametrize("label", ["", ["4"], True])
 def test_math_names_the_prompt_of_a_bad_label(label):
     with pytest.raises(ValueError, match="prompt p.jsonl:7"):
@@ -118,9 +148,28 @@ def test_math_names_the_prompt_of_a_bad_label(label):
 
 def test_closing_math_ends_its_process():
     scorer = Scorer(settings(rm_type="math"))
-    scorer.check([sample(label="x+1").prompt])
-    (math,) = scorer._named.values()
-    assert all(worker._process is None for worker in math._workers._workers)
+
+    async def score():
+        await scorer(sample(r"\boxed{x + 1}", label="x+1"))
+        return graders()
+
+    assert asyncio.run(score())
+    scorer.close()
+    assert not graders()
+
+
+@pytest.mark.parametrize("name", ["math", "code", PATH + "half"])
+def test_a_scorer_that_was_closed_scores_in_another_loop_however_many_wait(name):
+    scorer = Scorer(settings(rm_type=name, reward_concurrency=2))
+    text = "```python\nx = 1\n```\n\\boxed{\\frac{2}{4}}"
+    label = "assert x == 1" if name == "code" else "1/2"
+    answers = [sample(text, label=label, number=number) for number in range(6)]
+    for _ in range(2):
+        try:
+            rewards = asyncio.run(scorer.group(answers))
+        finally:
+            scorer.close()
+        assert set(rewards) == {0.5 if ":" in name else 1.0}
 
 
 @pytest.mark.parametrize(
@@ -150,7 +199,9 @@ def test_gsm8k_refuses_a_label_without_a_number():
         ("34", "Answer: 34", 1.0),
         ("34", "Answer: 33\nno: answer: $34$.", 1.0),
         ("34", r"Answer: \boxed{34}", 1.0),
-        ("34", r"\boxed{34}", -1.0),
+        ("34", r"\boxed{34}", 1.0),  # without a line of Answer, as verl's
+        ("34", r"\boxed{34.0}", -1.0),
+        ("34", r"Answer: 3, no: \boxed{34}", -1.0),
         ("34", "Answer: 34" + " and so on" * 100, -1.0),
         ("x + 1", "Answer: x+1", 1.0),
         ("34", "", -1.0),
