@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,20 @@ class Job:
         """Lines that show the first prompt as the model gets it, and what the reward says to it."""
         lines = shown(self.prompts[0], self.tokenizer)
         return lines if self.first_reward is None else [*lines, self.first_reward]
+
+    @property
+    def other_prompts(self) -> list[str]:
+        """Lines that show the longest prompt and one at random, where these are not the first."""
+        prompts = self.prompts
+        longest = max(range(len(prompts)), key=lambda index: len(prompts[index].token_ids))
+        drawn = random.Random(self.config.rollout.rollout_seed).randrange(len(prompts))
+        which = {drawn: "random", longest: "longest"}
+        return [
+            line
+            for index, name in reversed(which.items())
+            if index
+            for line in shown(prompts[index], self.tokenizer, name)
+        ]
 
     @property
     def order(self) -> PromptOrder | MixedOrder:

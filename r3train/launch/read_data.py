@@ -31,18 +31,22 @@ def read_prompts(
     config: RunConfig,
     hf: HfModelFacts,
     tokenizer: Any,
-    note: Callable[[str], None],
+    note: Callable[[str, str], None],
     tools: Sequence[dict[str, Any]] = (),
 ) -> list[list[Prompt]]:
     """Read the prompts of each file; each leaves room for the longest response in the context.
 
-    note: told of prompts that were dropped (--overlong-prompts); tools: those of rows without any.
+    note: told, with a remedy, of prompts that were dropped (--overlong-prompts) and of what has no effect in rows;
+    tools: those of rows without any.
     Raises ValueError naming file and line, also for a prompt that is read twice.
     """
     files, limit = config.data.prompt_files, prompt_limit(config, hf)
-    found = [
-        load_prompts(file, config.data, tokenizer, limit, tools=tools, note=note) for file in files
-    ]
+    options = {
+        "tools": tools,
+        "stop_token_ids": stop_token_ids(config, hf, tokenizer),
+        "note": note,
+    }
+    found = [load_prompts(file, config.data, tokenizer, limit, **options) for file in files]
     if len({file.path.name for file in files}) < len({file.path for file in files}):
         found = [
             [
@@ -64,11 +68,11 @@ def read_conversations(
     config: RunConfig,
     hf: HfModelFacts,
     tokenizer: Any,
-    note: Callable[[str], None],
+    note: Callable[[str, str], None],
 ) -> list[list[RolloutSample]]:
     """Read the conversations of each file (--loss-type sft); raises ValueError naming file and line.
 
-    note: told of conversations that were dropped (--overlong-prompts).
+    note: told, as of prompts, of conversations that were dropped and of what has no effect in rows.
     """
     data, limit = config.data, prompt_limit(config, hf)
     limits = {
@@ -87,15 +91,18 @@ def read_eval_data(
     hf: HfModelFacts,
     tokenizer: Any,
     tools: Sequence[dict[str, Any]] = (),
+    note: Callable[[str, str], None] = lambda text, remedy: None,
 ) -> EvalData:
     """Read an evaluation set and make its reward; raises ValueError naming file, line or flag.
 
-    tools: those of rows without any.
+    tools: those of rows without any; note: as for ``read_prompts``.
     """
     limit = eval_prompt_limit(config, hf, dataset)
     data, key = _data_of(config.data, dataset), os.environ.get(JUDGE_KEY)
     try:
-        prompts = load_prompts(PromptFile(dataset.path), data, tokenizer, limit, tools=tools)
+        stops = stop_token_ids(config, hf, tokenizer)
+        options = {"tools": tools, "stop_token_ids": stops, "note": note}
+        prompts = load_prompts(PromptFile(dataset.path), data, tokenizer, limit, **options)
         has_named_reward = dataset.rm_type is not None and ":" not in dataset.rm_type
         weights = None if has_named_reward else config.algorithm.weight_of_key
         reward = Scorer(data, rm_type=dataset.rm_type, judge_key=key, weight_of_key=weights)
@@ -142,6 +149,30 @@ def check_longest_conversation(config: RunConfig, conversations: Sequence[Rollou
             f"{longest.prompt.prompt_id}: the conversation has {longest.num_tokens} tokens, expected at"
             f" most max_tokens_per_gpu {tokens} * context_parallel_size {cp} = {tokens * cp}"
         )
+
+
+def check_template_variables(config: RunConfig, tokenizer: Any) -> None:
+    """Raise ValueError for --apply-chat-template-kwargs that change nothing."""
+    values = config.data.apply_chat_template_kwargs
+    if not values or not hasattr(tokenizer, "apply_chat_template"):
+        return
+    found = ChatTemplate(tokenizer, config.data).variables_without_effect()
+    if found:
+        named = ", ".join(f"{name} = {values[name]!r}" for name in found)
+        raise ValueError(
+            f"--apply-chat-template-kwargs: {named} has no effect on this template, which writes the same"
+            " without: leave it out, or give the name and the type of value that the template tests"
+        )
+
+
+def token_that_does_not_stop(config: RunConfig, hf: HfModelFacts, tokenizer: Any) -> int | None:
+    """The token that ends an answer by the chat template, or else by the tokenizer, where none stops at it."""
+    stops = stop_token_ids(config, hf, tokenizer)
+    uses_template = config.data.apply_chat_template or config.learns_conversations
+    token = tokenizer.eos_token_id
+    if uses_template and getattr(tokenizer, "chat_template", None) is not None:
+        token = ChatTemplate(tokenizer, config.data).closing_token()
+    return None if not stops or token in stops else token
 
 
 def check_tools(config: RunConfig, tokenizer: Any, tools: Sequence[dict[str, Any]]) -> None:

@@ -193,7 +193,7 @@ def test_the_chat_template_gets_its_variables_and_the_tools_of_a_row(tmp_path):
     assert texts[0] == texts[1]
     assert texts[0].endswith(f"thinking=False tools={json.dumps(tools)}")
     assert texts[2] == texts[3] and texts[2].endswith("tools=null")
-    with pytest.raises(ValueError, match="jsonl:1: key tools must be a list of tools, got dict"):
+    with pytest.raises(ValueError, match="jsonl:1: key tools: got dict, expected a list of tools"):
         load(jsonl(tmp_path, {**LINE, "tools": {}}), **options)
 
 
@@ -201,18 +201,21 @@ def test_messages_of_parquet_lack_the_fields_that_only_others_have(tmp_path):
     import pyarrow
     import pyarrow.parquet
 
-    calls = {"role": "assistant", "content": None, "tool_calls": ["f"]}
-    row = {"input": [{"role": "user", "content": "hi"}, calls]}
+    call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+    answer = {"role": "assistant", "content": None, "tool_calls": [call]}
+    result = {"role": "tool", "content": "2"}
+    row = {"input": [{"role": "user", "content": "hi"}, answer, result]}
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "p.parquet")
     seen = []
 
     class Records(WordTokenizer):
         def apply_chat_template(self, conversation, **options):
-            seen.extend(conversation)
-            return "text"
+            seen[:] = conversation
+            return "hi f 2"
 
     load(tmp_path / "p.parquet", Records(), apply_chat_template=True)
-    assert seen == [{"role": "user", "content": "hi"}, calls]
+    table = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    assert seen == [row["input"][0], {**answer, "content": "", "tool_calls": [table]}, result]
 
 
 def test_a_chat_template_that_fails_names_the_line(tmp_path):
