@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from r3train.chat.base import ChatRefused, Message
-from r3train.chat.messages import checked_message, checked_tools
+from r3train.chat.messages import checked_message, checked_tools, plain
 from r3train.user_code import quoted
 
 # keys of a message that count; a chat template may read others
 FIELDS = {"role", "content", "name", "tool_call_id", "reasoning_content", "tool_calls", "weight"}
+NOTHING = (None, "", [], {})
 # a list of messages as str() writes it
-_PRINTED = re.compile(r"\s*(array\()?\[\s*\{\s*'(role|content|from|value)'\s*:")
+_PRINTED = re.compile(r"\s*(array\()?\[\s*\{\s*(?=')(?=.*'(role|from)'\s*:)", re.DOTALL)
 
 
 def messages_in(text: str) -> list[Any] | None:
@@ -59,17 +61,13 @@ def read_messages(
     for index, given in enumerate(value):
         try:
             message = _read_message(given)
-        except (ChatRefused, RecursionError) as error:
+        except (ChatRefused, RecursionError, ValueError) as error:
             raise ValueError(f"message {index + 1}: {error}") from None
-        for key in given.keys() - FIELDS:
-            if given[key] is None or given[key] in ("", [], {}):
-                continue
-            if reads(key):
-                message[key] = without_nulls(given[key])
-            else:
-                unknown.append((index, key))
+        others = sorted(key for key in given.keys() - FIELDS if given[key] not in NOTHING)
+        message |= {key: without_nulls(given[key]) for key in others if reads(key)}
+        unknown += [(index, key) for key in others if not reads(key)]
         messages.append(message)
-    return messages, sorted(unknown)
+    return messages, unknown
 
 
 def _read_message(given: Any) -> Message:
@@ -78,35 +76,26 @@ def _read_message(given: Any) -> Message:
     message = checked_message(given)
     if message["role"] == "developer":
         message["role"] = "system"
-    calls = message.get("tool_calls", ())
+    role, calls, weight = message["role"], message.get("tool_calls", ()), given.get("weight")
     if given.get("content") is None and not calls:
         state = "null" if "content" in given else "missing"
-        raise _refused(f"content is {state}, expected text (role {message['role']}, no calls)")
-    for call in calls:
+        raise ValueError(f"content is {state}, expected text (role {role}, no calls)")
+    for call in plain(message, "table").get("tool_calls", ()):
         text = call["function"]["arguments"]
-        try:
-            is_table = isinstance(json.loads(text, parse_constant=_refuse_constant), dict)
-        except ValueError:
-            is_table = False
-        if not is_table:
-            raise _refused(f"a call's arguments {quoted(text)}: expected the JSON text of a table")
-    weight = given.get("weight")
-    if weight is None:
-        return message
-    if message["role"] != "assistant" or isinstance(weight, str) or weight not in (0, 1):
-        raise _refused(
-            f"weight {quoted(weight)} in a message of role {message['role']}: expected 0 or 1, in the"
-            " assistant's"
-        )
-    return message if weight else {**message, "weight": 0}
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
+        if not isinstance(text, dict):
+            raise ValueError(
+                f"a call's arguments {quoted(text)}: expected a table or its JSON text"
+            )
+    if weight is not None and (role != "assistant" or weight not in (0, 1)):
+        raise ValueError(f"weight {quoted(weight)} (role {role}): expected 0 or 1, the assistant's")
+    return {**message, "weight": 0} if weight == 0 else message
 
 
 def read_tools(value: Any) -> list[dict[str, Any]] | None:
-    """The tools of a row, a list or its JSON text; None without any.  Raises ValueError for anything else."""
+    """The tools of a row, a list or its JSON text; None without any.
+
+    Raises ValueError and ChatRefused for anything else.
+    """
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -116,10 +105,7 @@ def read_tools(value: Any) -> list[dict[str, Any]] | None:
         value = without_nulls(value)
     if value is not None and not isinstance(value, list):
         raise ValueError(f"got {type(value).__name__}, expected a list of tools")
-    try:
-        return checked_tools(value) or None
-    except ChatRefused as refused:
-        raise ValueError(str(refused)) from None
+    return checked_tools(value) or None
 
 
 def without_nulls(value: Any) -> Any:
@@ -128,8 +114,9 @@ def without_nulls(value: Any) -> Any:
     Arrow gives every table the keys of all in its column, and ``datasets`` writes them to .jsonl too: a
     null that was meant cannot be told apart.  JSON text keeps its nulls.
     """
-    if isinstance(value, Mapping):
-        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
+    is_map = isinstance(value, list) and value and isinstance(value[0], tuple)  # Arrow's
+    if is_map or isinstance(value, Mapping):
+        return {key: without_nulls(each) for key, each in dict(value).items() if each is not None}
     if isinstance(value, list):
         return [without_nulls(inner) for inner in value]
     return value
@@ -141,16 +128,14 @@ def left_out(
     tools: Sequence[Mapping[str, Any]] = (),
     trained: Collection[int] = (),
 ) -> str | None:
-    """What a rendering lacks, in words: a message's text or call, or a tool; None where all is there.
+    """The part that a rendering lacks, in words: a message's text or call, or a tool; None where all is there.
 
     Each text is looked for outside of the others', the longest first; a template may trim it, or write it as
     JSON.  Thoughts of an answer may be left out, unless it is among the ``trained``, 0-based.
     """
     for words, what in sorted(_wanted(messages, tools, trained), key=lambda one: -len(one[0])):
-        found = words
-        if words not in text:
-            forms = (json.dumps(words, ensure_ascii=ascii)[1:-1] for ascii in (False, True))
-            found = next((form for form in forms if form in text), None)
+        as_json = (json.dumps(words, ensure_ascii=ascii)[1:-1] for ascii in (False, True))
+        found = next((form for form in chain((words,), as_json) if form in text), None)
         if found is not None:
             text = text.replace(found, "\0", 1)
         elif "".join(words.split()) not in "".join(text.split()):
@@ -173,7 +158,3 @@ def _wanted(
             yield call["function"]["name"], f"{where}: its call of"
     for tool in tools:
         yield tool["function"]["name"], "the tool"
-
-
-def _refused(text: str) -> ChatRefused:
-    return ChatRefused(400, "invalid_request_error", text)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from r3train.chat.base import ChatRefused
 from r3train.config.data_settings import DataSection, PromptFile
 from r3train.config.files import downloads_nothing, require_regular
-from r3train.data.messages import left_out, messages_in, read_messages, read_tools
-from r3train.data.row_pool import over_rows
-from r3train.data.templates import ChatTemplate, RowTemplate
+from r3train.data.messages import NOTHING, left_out, messages_in, read_messages, read_tools
+from r3train.data.templates import ChatTemplate, RowTemplate, Tools
 from r3train.ids import prompt_id
 from r3train.types import Prompt
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 
 _SHOWN_TOKENS, _SHOWN_TEXT = 64, 2000
 _UNKNOWN_SHARE = 0.1
+_BATCH = 256  # texts that are tokenised at once
 _PICTURES = ("image", "images", "video", "videos", "audio", "audios")
 
 
@@ -38,23 +41,9 @@ class Record:
     content: Mapping[str, Any]
 
 
-@dataclass(slots=True)
-class Remarks:
-    """What the rows of a file hold that has no effect, or one that nobody meant: counts, and the first place."""
-
-    note: Callable[[str, str], None]
-    found: dict[tuple[str, str], list[Any]] = field(default_factory=dict)
-
-    def add(self, where: str, text: str, remedy: str) -> None:
-        """Count a remark."""
-        self.found.setdefault((text, remedy), [0, where])[0] += 1
-
-    def tell(self, file: PromptFile) -> None:
-        """Tell of every remark once."""
-        for (text, remedy), (count, where) in self.found.items():
-            self.note(
-                f"{file.path}: {text} in {count:,} row{'s' * (count != 1)} (first {where})", remedy
-            )
+# (where, what is odd, its remedy)
+Remark = tuple[str, str, str]
+Note = Callable[[str, str], None]
 
 
 def load_prompts(
@@ -65,7 +54,7 @@ def load_prompts(
     *,
     tools: Sequence[dict[str, Any]] = (),
     stop_token_ids: Collection[int] = (),
-    note: Callable[[str, str], None] = lambda text, remedy: None,
+    note: Note = lambda text, remedy: None,
 ) -> list[Prompt]:
     """Read the prompts of a .jsonl or .parquet file, in the order of the file.
 
@@ -77,149 +66,113 @@ def load_prompts(
     Raises ValueError naming file, line (or row) and key for a missing or empty file, bad JSON, a missing key,
     an empty prompt, one that is no text or text chat, and one of whose messages the template leaves any out.
     """
-    prompts, overlong, remarks = [], [], Remarks(note)
+    template, prefix, suffix = None, [], []
+    if data.apply_chat_template:  # which writes the special tokens itself
+        template = RowTemplate.of(ChatTemplate(tokenizer, data, tools))
+    else:
+        prefix, suffix = _added_by(tokenizer)
     most, limit_name = limit
-    reader = _PromptReader.of(data, tokenizer, tools, frozenset(stop_token_ids))
-    for record, read in over_rows(read_records(file), reader):
-        for remark in read.remarks:
-            remarks.add(record.where, *remark)
-        count = len(read.token_ids)
-        if count > most:
-            if data.overlong_prompts == "drop":
-                overlong.append(count)
-                continue
-            raise ValueError(
-                f"{record.where}: the prompt has {count} tokens, at most {most} fit ({limit_name})"
-            )
-        prompts.append(
-            Prompt(
-                prompt_id=prompt_id(file.path.name, record.index),
-                index=record.index,
-                text=read.text,
-                token_ids=read.token_ids,
-                label=find_value(record.content, data.label_key),
-                metadata=_metadata(record, data.metadata_key),
-                content=read.content,
-            )
-        )
-    if overlong:
-        count, limit = len(overlong), f"{most:,} tokens ({limit_name}; longest {max(overlong):,})"
-        if not prompts:
-            raise ValueError(f"{file.path}: all {count:,} prompts are above {limit}")
-        text = f"{file.path}: dropped {count:,} of {count + len(prompts):,} prompts above {limit}"
-        note(text, DROPPED)
-    if not prompts:
-        raise ValueError(_no_prompts(file))
-    remarks.tell(file)
-    return prompts
+    writer = "which the tokenizer adds to every text" if suffix else "of its own text"
 
-
-DROPPED = "raise the limit, or refuse such data with --overlong-prompts error"
-
-
-def _no_prompts(file: PromptFile) -> str:
-    rows = sum(1 for _ in read_records(PromptFile(file.path)))
-    if not rows:
-        return f"{file.path}: holds no prompts"
-    part = f"@[{file.start}:{'' if file.stop is None else file.stop}]"
-    return f"{file.path}{part}: holds no prompts: the file has {rows:,} rows"
-
-
-@dataclass(frozen=True, slots=True)
-class _ReadPrompt:
-    """What a row became: its text, int32[tokens], its text or messages, and (remark, remedy) of what was odd."""
-
-    text: str
-    token_ids: np.ndarray
-    content: Any
-    remarks: list[tuple[str, str]]
-
-
-@dataclass(frozen=True, slots=True)
-class _PromptReader:
-    """Makes prompts of rows, a batch at a time."""
-
-    data: DataSection
-    tokenizer: Tokenizer
-    template: RowTemplate | None
-    stop_token_ids: frozenset[int]
-    prefix: list[int]  # what the tokenizer writes before a text, and behind it
-    suffix: list[int]
-
-    @classmethod
-    def of(
-        cls, data: DataSection, tokenizer: Tokenizer, tools: Sequence[Any], stops: frozenset[int]
-    ) -> _PromptReader:
-        """Find what a row needs besides itself."""
-        if data.apply_chat_template:  # which writes the special tokens itself
-            template = RowTemplate.of(ChatTemplate(tokenizer, data, tools))
-            return cls(data, tokenizer, template, stops, [], [])
-        return cls(data, tokenizer, None, stops, *_added_by(tokenizer))
-
-    def __call__(self, records: Sequence[Record]) -> list[_ReadPrompt]:
-        """Read rows; raises ValueError for the first one that is no prompt."""
-        read = [self._read(record) for record in records]
-        ids = self.tokenizer(
-            [text for text, _, _ in read],
-            add_special_tokens=self.template is None,
+    def read(records: Sequence[Record]) -> Iterator[tuple[Prompt, str | None, list[Remark]]]:
+        rows = [_read_prompt(record, data, template) for record in records]
+        all_tokens = tokenizer(
+            [text for text, _, _ in rows],
+            add_special_tokens=template is None,
             return_attention_mask=False,
             return_token_type_ids=False,
         )["input_ids"]
-        return [
-            _ReadPrompt(text, self._checked(record, tokens), content, remarks)
-            for record, (text, content, remarks), tokens in zip(records, read, ids, strict=True)
-        ]
+        for record, (text, content, odd), ids in zip(records, rows, all_tokens, strict=True):
+            where, fault = f"{record.where}: key {data.input_key}", None
+            if prefix and ids[len(prefix) : 2 * len(prefix)] == prefix:  # the text has it too
+                ids = ids[len(prefix) :]
+            if not ids:
+                raise ValueError(f"{where}: the prompt has no tokens")
+            if ids[-1] in stop_token_ids:
+                token = f"{tokenizer.convert_ids_to_tokens(ids[-1])!r} ({ids[-1]}), {writer}"
+                raise ValueError(f"{where}: the prompt ends in the stop token {token}")
+            if len(ids) > most:
+                size = f"{len(ids)} tokens, at most {most} fit ({limit_name})"
+                fault = f"{record.where}: the prompt has {size}"
+            prompt = Prompt(
+                prompt_id=prompt_id(file.path.name, record.index),
+                index=record.index,
+                text=text,
+                token_ids=np.asarray(ids, dtype=np.int32),
+                label=find_value(record.content, data.label_key),
+                metadata=_metadata(record, data.metadata_key),
+                content=content,
+            )
+            yield prompt, fault, odd
 
-    def _checked(self, record: Record, tokens: list[int]) -> np.ndarray:
-        """A prompt's tokens without a second beginning; raises ValueError for none, and a stop token at the end."""
-        where, length = f"{record.where}: key {self.data.input_key}", len(self.prefix)
-        if length and tokens[length : 2 * length] == self.prefix:  # the text has it too
-            tokens = tokens[length:]
-        if not tokens:
-            raise ValueError(f"{where}: the prompt has no tokens")
-        if tokens[-1] in self.stop_token_ids:
-            token = self.tokenizer.convert_ids_to_tokens(tokens[-1])
-            writer = "which the tokenizer adds to every text" if self.suffix else "of its own text"
-            raise ValueError(
-                f"{where}: the prompt ends in the stop token {token!r} ({tokens[-1]}), {writer}: expected"
-                " one that an answer goes on"
-            )
-        return np.asarray(tokens, dtype=np.int32)
+    return read_rows(file, read, data, note, "prompts")
 
-    def _read(self, record: Record) -> tuple[str, Any, list[tuple[str, str]]]:
-        """A row's text, its text or messages, and remarks."""
-        key = self.data.input_key
-        value = required(record, key)
-        remarks = [
-            (f"key {name} is not read", "the model is served and trained on text alone")
-            for name in _PICTURES
-            if record.content.get(name) not in (None, "", [], {}) and name != key
-        ]
-        listed = _or_its_messages(record, key, value)
-        if not isinstance(listed, (str, list) if self.template else str):
-            expected, hint = "text or a list of messages", ""
-            if self.template is None:
-                expected, hint = "text", " (chat messages need --apply-chat-template)"
-            raise ValueError(
-                f"{record.where}: key {key} must be {expected}, got {type(listed).__name__}{hint}"
-            )
-        if isinstance(value, str) and not value.strip() or value == []:
-            raise ValueError(f"{record.where}: key {key}: the prompt is empty")
-        if self.template is None:
-            return without_surrogates(value, record), value, remarks
-        alone = [{"role": "user", "content": value}]
-        is_text = isinstance(listed, str)
-        messages, odd = require_messages(record, key, alone if is_text else listed, self.template)
-        last = messages[-1]
-        if last["role"] == "assistant":
-            raise ValueError(
-                f"{record.where}: key {key}: the last message is the assistant's, expected one that it"
-                " answers"
-            )
-        if last["role"] != "tool" and not last["content"].strip():
-            raise ValueError(f"{record.where}: key {key}: the prompt is empty (its last message)")
-        text = chat_text(record, messages, self.template, self.data)
-        return text, value if is_text else messages, remarks + odd
+
+def read_rows(
+    file: PromptFile, read: Callable[..., Any], data: DataSection, note: Note, kind: str
+) -> list[Any]:
+    """Read a file's rows: ``read`` makes of a batch (the row, why it is too long or None, remarks) each.
+
+    Rows that are too long are dropped, or refused, as ``data`` says.  Raises ValueError where none is left.
+    """
+    rows, overlong, remarks, records = [], [], [], read_records(file)
+    while batch := list(islice(records, _BATCH)):
+        for row, fault, odd in read(batch):
+            remarks += odd
+            if fault is None:
+                rows.append(row)
+            elif data.overlong_prompts == "error":
+                raise ValueError(fault)
+            else:
+                overlong.append(fault)
+    if overlong:
+        num_rows, remedy = len(overlong) + len(rows), "raise the limit, or --overlong-prompts error"
+        text = f"of {num_rows:,} {kind}, which are too long; the first: {overlong[0]}"
+        if not rows:
+            raise ValueError(f"{file.path}: drops all {text}")
+        note(f"{file.path}: dropped {len(overlong):,} {text}", remedy)
+    if not rows:
+        num_rows = sum(1 for _ in read_records(PromptFile(file.path)))
+        part = f"@[{file.start}:{'' if file.stop is None else file.stop}]: holds no {kind}: the file has"
+        raise ValueError(
+            f"{file.path}{part} {num_rows:,} rows" if num_rows else f"{file.path}: holds no {kind}"
+        )
+    first = {remark[1:]: remark[0] for remark in reversed(remarks)}
+    for remark, count in Counter(remark[1:] for remark in remarks).items():
+        text, remedy = remark
+        note(f"{file.path}: {text}, in {count:,} of the rows (first {first[remark]})", remedy)
+    return rows
+
+
+def _read_prompt(
+    record: Record, data: DataSection, template: RowTemplate | None
+) -> tuple[str, Any, list[Remark]]:
+    """A row's text, its text or messages, and remarks."""
+    key = data.input_key
+    value, where = required(record, key), f"{record.where}: key {key}"
+    pictures = (n for n in _PICTURES if n != key and record.content.get(n) not in NOTHING)
+    odd = [(record.where, f"key {name} is not read", "text alone is trained") for name in pictures]
+    listed = _or_its_messages(record, key, value)
+    if not isinstance(listed, (str, list) if template else str):
+        expected = "text (chat messages need --apply-chat-template)"
+        expected = "text or a list of messages" if template else expected
+        raise ValueError(f"{where}: got {type(listed).__name__}, expected {expected}")
+    if isinstance(value, str) and not value.strip() or value == []:
+        raise ValueError(f"{where}: the prompt is empty")
+    if template is None:
+        return without_surrogates(value, record), value, odd
+    is_text = isinstance(listed, str)
+    listed = [{"role": "user", "content": value}] if is_text else listed
+    messages, more = require_messages(record, key, listed, template)
+    last = messages[-1]
+    if last["role"] == "assistant":
+        raise ValueError(f"{where}: the last message is the assistant's, expected another's")
+    if last["role"] != "tool" and not last["content"].strip():
+        raise ValueError(f"{where}: the prompt is empty (its last message)")
+    tools = row_tools(record, data.tool_key)
+    text = template.text(messages, tools, where=record.where)
+    content = value if is_text else messages
+    return require_whole(record, text, messages, tools), content, odd + more
 
 
 def _added_by(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
@@ -373,32 +326,23 @@ def required(record: Record, key: str) -> Any:
     return value
 
 
-def row_tools(record: Record, key: str | None) -> list[dict[str, Any]] | None:
+def row_tools(record: Record, key: str | None) -> Tools:
     """The tools of a row; None without any.  Raises ValueError naming the key for what are no tools."""
     if key is None:
         return None
     try:
         return read_tools(find_value(record.content, key))
-    except ValueError as error:
+    except (ChatRefused, ValueError) as error:
         raise ValueError(f"{record.where}: key {key}: {error}") from None
 
 
-def chat_text(
-    record: Record,
-    messages: list[dict[str, Any]],
-    template: RowTemplate,
-    data: DataSection,
-    trained: Collection[int] | None = (),
-    *,
-    asks: bool = True,
+def require_whole(
+    record: Record, text: str, messages: Sequence[Any], tools: Tools, trained: Collection[int] = ()
 ) -> str:
-    """A row's messages as text, with its own tools if it has any.
+    """Return a row's rendered text; raises ValueError where it lacks a part of the messages or the tools.
 
-    asks: end with the words that ask for an answer.  trained: numbers of the answers whose thoughts must be there.
-    Raises ValueError where the template fails, and where it leaves out a part of the messages or the tools.
+    trained: numbers of the answers whose thoughts must be there.
     """
-    tools = row_tools(record, data.tool_key)
-    text = template.text(messages, tools, asks=asks, where=record.where)
     if lack := left_out(text, messages, tools or (), trained):
         raise ValueError(f"{record.where}: {lack}")
     return without_surrogates(text, record)
@@ -428,8 +372,8 @@ def _or_its_messages(record: Record, key: str, value: Any) -> Any:
 
 def require_messages(
     record: Record, key: str, value: Any, template: RowTemplate, *, answers: bool = False
-) -> tuple[list[dict[str, Any]], list[tuple[str, str]]]:
-    """Return the messages of a row, and (remark, remedy) of keys without effect and special tokens in their texts.
+) -> tuple[list[dict[str, Any]], list[Remark]]:
+    """Return the messages of a row, and remarks on keys without effect and special tokens in their texts.
 
     answers: those of the assistant are to be trained, and what is said of them must have an effect.
     Raises ValueError naming row and message for what is no text chat.
@@ -438,20 +382,18 @@ def require_messages(
         messages, unknown = read_messages(_or_its_messages(record, key, value), template.reads)
     except ValueError as error:
         raise ValueError(f"{record.where}: key {key}: {error}") from None
+    odd = {}
     for index, name in unknown:
         if answers and messages[index]["role"] == "assistant":
             raise ValueError(
                 f"{record.where}: key {key}: message {index + 1}: the key {name} beside an answer has no"
                 " effect here: leave it out, or give weight 0 to an answer that is not to be trained"
             )
-    odd = [
-        (f"the key {name} beside a message has no effect", "the chat template does not read it")
-        for name in dict.fromkeys(name for _, name in unknown)
-    ]
-    remedy = "there they become control tokens; is the text rendered already?"
+        odd[f"the key {name} beside a message has no effect"] = "the chat template does not read it"
     for token in template.special_tokens_in(messages):
-        odd.append((f"the special token {token!r} within a message", remedy))
-    return messages, odd
+        remedy = "there they become control tokens; is the text rendered already?"
+        odd[f"the special token {token!r} stands in a message"] = remedy
+    return messages, [(record.where, *remark) for remark in odd.items()]
 
 
 def _metadata(record: Record, key: str) -> dict[str, Any]:

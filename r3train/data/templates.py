@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product, takewhile
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -17,6 +17,7 @@ from r3train.data.messages import FIELDS, left_out
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
+Tools = Sequence[dict[str, Any]] | None
 # words that no template has, and that nobody can know and write into a message
 _STAND_IN = f"r3train-stands-in-for-an-answer-{secrets.token_hex(8)}"
 _RESULT = f"r3train-stands-in-for-a-result-{secrets.token_hex(8)}"
@@ -106,18 +107,6 @@ class ChatTemplate:
         except ValueError:
             return None
         return next(filter(self._is_added, self.encode(texts[0] or texts[1])), None)
-
-    def variables_without_effect(self) -> list[str]:
-        """Names of --apply-chat-template-kwargs without which conversations of every shape are written the same."""
-        variables = self.data.apply_chat_template_kwargs
-        found = []
-        for name in variables:
-            less = {key: value for key, value in variables.items() if key != name}
-            without = self.data.model_copy(update={"apply_chat_template_kwargs": less})
-            pairs = zip(_shapes(self), _shapes(replace(self, data=without)), strict=True)
-            if all(one == other for one, other in pairs):
-                found.append(name)
-        return found
 
     def check_tools(self) -> None:
         """Raise ValueError if the template does not show the tools, or what one answers."""
@@ -245,38 +234,29 @@ class RowTemplate:
 
     chat: ChatTemplate
     arguments: Literal["text", "table"]
-    special: re.Pattern[str] | None  # finds the tokenizer's special tokens
+    special: re.Pattern[str]  # finds the tokenizer's special tokens
 
     @classmethod
     def of(cls, chat: ChatTemplate) -> RowTemplate:
         """Find the form of arguments by renderings of a call."""
         added = getattr(chat.tokenizer, "added_tokens_decoder", {}).values()
         special = "|".join(re.escape(token.content) for token in added if token.special)
-        return cls(chat, _arguments_form(chat), re.compile(special) if special else None)
+        return cls(chat, _arguments_form(chat), re.compile(special or "(?!)"))
 
     def special_tokens_in(self, messages: Sequence[Message]) -> list[str]:
         """The special tokens in texts of others than the assistant, sorted."""
-        if self.special is None:
-            return []
         texts = (m["content"] for m in messages if m["role"] != "assistant")
         return sorted({token for text in texts for token in self.special.findall(text)})
 
     def reads(self, key: str) -> bool:
         """Tell whether the template reads a key of messages."""
-        source = getattr(self.chat.tokenizer, "chat_template", None) or ""
-        sources = source.values() if isinstance(source, dict) else (source,)
-        name = re.compile(rf"[.'\"]{re.escape(key)}\b")
-        return any(map(name.search, sources))
+        source = str(getattr(self.chat.tokenizer, "chat_template", None))  # of all that have names
+        return re.search(rf"[.'\"]{re.escape(key)}\b", source) is not None
 
     def text(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[dict[str, Any]] | None,
-        *,
-        asks: bool = True,
-        where: str = "messages",
+        self, messages: Sequence[Message], tools: Tools, *, asks: bool = True, where: str = ""
     ) -> str:
-        """Messages of ``read_messages`` as text, as ``ChatTemplate.text`` does; raises ValueError where the template fails."""
+        """Messages of ``read_messages`` as ``ChatTemplate.text`` writes them."""
         others = ({key: m[key] for key in m.keys() - FIELDS} for m in messages)
         given = [plain(m, self.arguments) | other for m, other in zip(messages, others)]
         return self.chat.text(given, tools, asks=asks, where=where)
@@ -328,13 +308,28 @@ _SHAPES = (
 )
 
 
-def _shapes(chat: ChatTemplate) -> Iterator[str | None]:
+def check_variables(tokenizer: Tokenizer, data: DataSection) -> None:
+    """Raise ValueError for --apply-chat-template-kwargs that write no conversation of any shape otherwise."""
+    values = data.apply_chat_template_kwargs
+    whole = _shapes(tokenizer, data) if values else []
+    for name, value in values.items():
+        less = {"apply_chat_template_kwargs": {k: v for k, v in values.items() if k != name}}
+        if _shapes(tokenizer, data.model_copy(update=less)) == whole:
+            raise ValueError(
+                f"--apply-chat-template-kwargs: {name} = {value!r} has no effect on this template, which"
+                " writes the same without: leave it out, or give the name and the type that it tests"
+            )
+
+
+def _shapes(tokenizer: Tokenizer, data: DataSection) -> list[str | None]:
     """Renderings of conversations of several shapes, None where the template fails."""
+    chat, texts = ChatTemplate(tokenizer, data), []
     for messages, tools, asks in product(_SHAPES, ([], [_TOOL]), (True, False)):
         try:
-            yield chat.text(messages, tools, asks=asks)
+            texts.append(chat.text(messages, tools, asks=asks))
         except ValueError:
-            yield None
+            texts.append(None)
+    return texts
 
 
 @dataclass(frozen=True, slots=True)

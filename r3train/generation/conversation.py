@@ -124,7 +124,7 @@ class Conversation:
             return list(observation)
         gave = f"{step} gave the observation {quoted(observation)}"
         try:
-            messages, _ = read_messages(observation)
+            messages, _ = read_messages(observation, lambda key: True)
         except ValueError as error:
             raise ValueError(
                 f"{gave}, which is no text, no tokens and no messages: {error}"

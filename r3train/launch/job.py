@@ -62,16 +62,12 @@ class Job:
     @property
     def other_prompts(self) -> list[str]:
         """Lines that show the longest prompt and one at random, where these are not the first."""
-        prompts = self.prompts
-        longest = max(range(len(prompts)), key=lambda index: len(prompts[index].token_ids))
-        drawn = random.Random(self.config.rollout.rollout_seed).randrange(len(prompts))
-        which = {drawn: "random", longest: "longest"}
-        return [
-            line
-            for index, name in reversed(which.items())
-            if index
-            for line in shown(prompts[index], self.tokenizer, name)
-        ]
+        lengths = [len(prompt.token_ids) for prompt in self.prompts]
+        drawn = random.Random(self.config.rollout.rollout_seed).randrange(len(lengths))
+        which = {lengths.index(max(lengths)): "longest"}
+        which.setdefault(drawn, "random")
+        others = [(self.prompts[index], name) for index, name in which.items() if index]
+        return [line for prompt, name in others for line in shown(prompt, self.tokenizer, name)]
 
     @property
     def order(self) -> PromptOrder | MixedOrder:

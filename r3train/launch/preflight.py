@@ -37,6 +37,7 @@ from r3train.families.checks import untrained_parts
 from r3train.cuda_environment import visible_gpus
 from r3train.data.file_fingerprint import FileFingerprint
 from r3train.data.prompts import unknown_tokens
+from r3train.data.templates import check_variables
 from r3train.data.tokenizer import check_vocabulary, load_tokenizer, stop_token
 from r3train.engine.addresses import host_of, interface_of
 from r3train.engine.backend import EngineError
@@ -51,7 +52,6 @@ from r3train.launch.read_data import (
     check_longest_conversation,
     check_not_all_equal,
     check_rewards,
-    check_template_variables,
     check_tools,
     read_conversations,
     read_eval_data,
@@ -298,7 +298,7 @@ class _Checks:
         if tokenizer is None:
             return
         self.attempt(SETTINGS, check_tools, config, tokenizer, self.tools)
-        self.attempt(SETTINGS, check_template_variables, config, tokenizer)
+        self.attempt(SETTINGS, check_variables, tokenizer, config.data)
         stops = [
             self.attempt(SETTINGS, stop_token, text, tokenizer)
             for text in config.rollout.rollout_stop
@@ -458,7 +458,7 @@ def preflight_evaluation(config: RunConfig) -> Job:
     name = config.rollout.environment
     tools = get_tools(get_environment(name)) if name is not None else []
     check_tools(config, tokenizer, tools)
-    check_template_variables(config, tokenizer)
+    check_variables(tokenizer, config.data)
     if config.agent.named is not None:
         rehearse(config, hf, tokenizer)
     data = tuple(read_eval_data(config, each, hf, tokenizer, tools) for each in config.eval_sets)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from r3train.config import RunConfig
@@ -15,7 +15,7 @@ from r3train.config.evaluation_settings import EvalDataset
 from r3train.config.hf_facts import HfModelFacts
 from r3train.data.conversations import load_conversations
 from r3train.data.file_fingerprint import FileFingerprint
-from r3train.data.prompts import load_prompts
+from r3train.data.prompts import load_prompts, Note
 from r3train.data.templates import ChatTemplate
 from r3train.ids import prompt_id
 from r3train.launch.job import EvalData, stop_token_ids
@@ -31,7 +31,7 @@ def read_prompts(
     config: RunConfig,
     hf: HfModelFacts,
     tokenizer: Any,
-    note: Callable[[str, str], None],
+    note: Note,
     tools: Sequence[dict[str, Any]] = (),
 ) -> list[list[Prompt]]:
     """Read the prompts of each file; each leaves room for the longest response in the context.
@@ -41,11 +41,8 @@ def read_prompts(
     Raises ValueError naming file and line, also for a prompt that is read twice.
     """
     files, limit = config.data.prompt_files, prompt_limit(config, hf)
-    options = {
-        "tools": tools,
-        "stop_token_ids": stop_token_ids(config, hf, tokenizer),
-        "note": note,
-    }
+    stops = stop_token_ids(config, hf, tokenizer)
+    options = {"tools": tools, "stop_token_ids": stops, "note": note}
     found = [load_prompts(file, config.data, tokenizer, limit, **options) for file in files]
     if len({file.path.name for file in files}) < len({file.path for file in files}):
         found = [
@@ -68,7 +65,7 @@ def read_conversations(
     config: RunConfig,
     hf: HfModelFacts,
     tokenizer: Any,
-    note: Callable[[str, str], None],
+    note: Note,
 ) -> list[list[RolloutSample]]:
     """Read the conversations of each file (--loss-type sft); raises ValueError naming file and line.
 
@@ -91,7 +88,7 @@ def read_eval_data(
     hf: HfModelFacts,
     tokenizer: Any,
     tools: Sequence[dict[str, Any]] = (),
-    note: Callable[[str, str], None] = lambda text, remedy: None,
+    note: Note = lambda text, remedy: None,
 ) -> EvalData:
     """Read an evaluation set and make its reward; raises ValueError naming file, line or flag.
 
@@ -148,20 +145,6 @@ def check_longest_conversation(config: RunConfig, conversations: Sequence[Rollou
         raise ValueError(
             f"{longest.prompt.prompt_id}: the conversation has {longest.num_tokens} tokens, expected at"
             f" most max_tokens_per_gpu {tokens} * context_parallel_size {cp} = {tokens * cp}"
-        )
-
-
-def check_template_variables(config: RunConfig, tokenizer: Any) -> None:
-    """Raise ValueError for --apply-chat-template-kwargs that change nothing."""
-    values = config.data.apply_chat_template_kwargs
-    if not values or not hasattr(tokenizer, "apply_chat_template"):
-        return
-    found = ChatTemplate(tokenizer, config.data).variables_without_effect()
-    if found:
-        named = ", ".join(f"{name} = {values[name]!r}" for name in found)
-        raise ValueError(
-            f"--apply-chat-template-kwargs: {named} has no effect on this template, which writes the same"
-            " without: leave it out, or give the name and the type of value that the template tests"
         )
 
 

@@ -9,7 +9,6 @@ import pytest
 from r3train.config.data_settings import DataSection, PromptFile
 from r3train.data.conversations import load_conversations
 from r3train.data.tokenizer import load_tokenizer
-from r3train.verify.tiny import TinyOptions, TrainedTokenizer, build
 from tests.unit.data import brought_in
 from tests.unit.data.brought_in import FORMS, TEMPLATES, dry, jsonl, refusal, shown, with_template
 
@@ -32,21 +31,6 @@ def calls(*arguments, name: str = "search", content: str | None = None) -> dict:
 
 
 RESULT = {"role": "tool", "content": "a page", "tool_call_id": "call00001"}
-
-
-@pytest.fixture(scope="session")
-def chat(tmp_path_factory):
-    """A model whose tokenizer knows every text, with a chat template."""
-    directory = tmp_path_factory.mktemp("chat")
-    corpus = jsonl(directory, {"input": "What is 12 times 3? It is 36."})
-    trained = TrainedTokenizer(corpus, chat_template=True)
-    build(directory / "tiny", TinyOptions(vocab_size=512), force=True, tokenizer=trained)
-    return directory / "tiny" / "model"
-
-
-@pytest.fixture
-def model(chat, tmp_path):
-    return with_template(chat, tmp_path)
 
 
 def prompt_of(model, file, *flags: str) -> str:
@@ -78,6 +62,22 @@ def test_tools_and_calls_have_no_keys_of_other_rows(form, model, tmp_path):
     assert "null" not in text and "left" not in text
     assert json.loads(text.partition("<tools>")[2].partition("<user>")[0]) == rows[0]["tools"]
     assert '"arguments": {"query": "times"}' in text
+
+
+def test_maps_of_arrow_are_tables(model, tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    text = pyarrow.string()
+    function = pyarrow.struct({"name": text, "arguments": pyarrow.map_(text, text)})
+    call = pyarrow.struct({"type": text, "function": function})
+    message = pyarrow.struct({"role": text, "content": text, "tool_calls": pyarrow.list_(call)})
+    arguments = [("query", "times"), ("left", None)]
+    made = {"type": "function", "function": {"name": "search", "arguments": arguments}}
+    rows = [[ASK, {"role": "assistant", "tool_calls": [made]}, {"role": "tool", "content": "2"}]]
+    table = pyarrow.table({"input": pyarrow.array(rows, pyarrow.list_(message))})
+    pyarrow.parquet.write_table(table, tmp_path / "p.parquet")
+    assert '"arguments": {"query": "times"}' in prompt_of(model, tmp_path / "p.parquet")
 
 
 def test_nulls_of_json_text_are_meant(model, tmp_path):
@@ -192,6 +192,7 @@ def test_messages_as_json_text_are_messages(form, model, tmp_path):
     "text",
     [
         str([ASK]),
+        str([{"name": "it's", **ASK}]),
         f"array([{ASK}], dtype=object)",
         json.dumps(ASK),
         json.dumps({"messages": [ASK]}),
@@ -212,7 +213,7 @@ def test_a_prompt_may_be_json_that_is_no_chat(text, model, tmp_path):
 def test_messages_as_json_text_need_the_template(model, tmp_path):
     said = refusal(dry(model, jsonl(tmp_path, {"input": json.dumps([ASK])})))
     assert (
-        "p.jsonl:1: key input must be text, got list (chat messages need --apply-chat-template)"
+        "p.jsonl:1: key input: got list, expected text (chat messages need --apply-chat-template)"
         in said
     )
 
@@ -305,8 +306,11 @@ def test_keys_without_effect_and_pictures_are_named(model, tmp_path):
     )
     result = dry(model, file, "--apply-chat-template")
     said = " ".join(result.output.split())
-    assert f"{file}: the key mood beside a message has no effect in 2 rows (first {file}:1)" in said
-    assert f"{file}: key images is not read in 1 row (first {file}:1)" in said
+    assert (
+        f"{file}: the key mood beside a message has no effect, in 2 of the rows (first {file}:1)"
+        in said
+    )
+    assert f"{file}: key images is not read, in 1 of the rows (first {file}:1)" in said
     assert "note" not in said.partition("warning")[2]
 
 

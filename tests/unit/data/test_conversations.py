@@ -61,7 +61,7 @@ def test_conversations_that_are_too_long_are_dropped_and_counted(tmp_path):
     assert one.prompt.prompt_id == "talk.jsonl:2"
     (text,) = notes
     assert "dropped 1 of 2 conversations" in text and "rollout_max_response_len" in text
-    with pytest.raises(ValueError, match="all 1 conversations are too long"):
+    with pytest.raises(ValueError, match="drops all of 1 conversations, which are too long"):
         load(tmp_path, long, longest=5, notes=notes)
     with pytest.raises(ValueError, match="talk.jsonl.*rollout_max_response_len"):
         load(tmp_path, long, short, longest=5)
