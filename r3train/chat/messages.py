@@ -66,7 +66,7 @@ def _part_text(part: Any) -> str:
 def plain(message: Message, arguments: Literal["text", "table"]) -> Message:
     """A message as chat templates take it: content as text, and its calls' arguments in one form.
 
-    Most templates want arguments as a table; DeepSeek-V3's wants text.  None and blank text are {};
+    Most templates want arguments as a table; DeepSeek-V3's wants text.  None, blank text and that of null are {};
     arguments that are no JSON object stay text.  The developer's role is the system's.  Reasoning stays,
     fields of providers do not.
     """
@@ -197,7 +197,7 @@ def _number(text: str) -> int | float:
 
 
 def _in_form(arguments: Any, form: Literal["text", "table"]) -> Any:
-    if arguments is None or isinstance(arguments, str) and not arguments.strip():
+    if arguments is None or isinstance(arguments, str) and arguments.strip() in ("", "null"):
         arguments = {}
     if form == "text":
         if isinstance(arguments, str):

@@ -42,7 +42,7 @@ def row(*messages: dict, **columns: object) -> dict:
 
 
 def refused(model, directory, value: object, *flags: str, **columns: object) -> str:
-    """What is said of the second row of two."""
+    """The refusal of the second row of two."""
     file = jsonl(directory, row(ASK), {"input": value, "label": "36", **columns})
     said = refusal(dry(model, file, "--apply-chat-template", *flags))
     assert f"{file}:2: " in said, said
@@ -138,7 +138,7 @@ def test_a_call_has_its_arguments_once_whatever_the_template_wants(name, argumen
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-@pytest.mark.parametrize("arguments", ["", " \n", None, {}, "{}"])
+@pytest.mark.parametrize("arguments", ["", " \n", None, {}, "{}", "null"])
 def test_a_call_without_arguments_has_an_empty_table(name, arguments, chat, tmp_path):
     model = with_template(chat, tmp_path, TEMPLATES[name])
     text = prompt_of(model, jsonl(tmp_path, row(ASK, calls(arguments), RESULT)))
