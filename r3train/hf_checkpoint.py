@@ -336,10 +336,13 @@ def read_transformers_config(hf_checkpoint: Path) -> Any:
 
 
 def copy_all_but_weights(hf_checkpoint: Path, directory: Path) -> None:
-    """Copy the configuration and tokenizer files of a checkpoint."""
-    for source in sorted(hf_checkpoint.iterdir()):
-        if source.is_file() and not source.name.endswith(_WEIGHT_SUFFIXES):
-            shutil.copyfile(source, directory / source.name)
+    """Copy the configuration and tokenizer files of a checkpoint, with its directories (further chat templates)."""
+    for source in sorted(hf_checkpoint.rglob("*")):
+        name = source.relative_to(hf_checkpoint)
+        is_hidden = any(part.startswith(".") for part in name.parts[:-1])  # .git, a hub's .cache
+        if source.is_file() and not source.name.endswith(_WEIGHT_SUFFIXES) and not is_hidden:
+            (directory / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, directory / name)
 
 
 def check_export_directory(directory: Path, hf_checkpoint: Path) -> None:

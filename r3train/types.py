@@ -105,10 +105,9 @@ class Prompt:
     token_ids: np.ndarray  # int32[P]
     label: Any  # JSON value that the reward compares the answer with
     metadata: dict[str, Any] = field(default_factory=dict)  # JSON object for reward and environment
-    content: Any = None  # the row's value as it was: text, or messages
-    columns: dict[str, Any] | None = (
-        None  # other columns of the row, where a user's function scores
-    )
+    content: Any = None  # the row's text, or its messages as they were read
+    # other columns of the row, where a user's function scores
+    columns: dict[str, Any] | None = None
 
 
 def missing_marker(dtype: np.dtype | type) -> int:

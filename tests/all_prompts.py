@@ -17,10 +17,16 @@ def all_prompts(
     rows: tuple[int, int | None] = (0, None),
     limit: tuple[int, str] = (1 << 20, "no limit"),
     tools: Any = (),
+    stop_token_ids: Any = (),
     notes: list[str] | None = None,
     **settings: Any,
 ) -> list[Prompt]:
     """Load what ``load_prompts`` does; settings: of the section of the data."""
     data = DataSection(prompt_data=str(path), **settings)
-    note = [].append if notes is None else notes.append
-    return load_prompts(PromptFile(path, *rows), data, tokenizer, limit, tools=tools, note=note)
+    kept = [] if notes is None else notes
+
+    def note(text: str, remedy: str) -> None:
+        kept.append(text)
+
+    options = {"tools": tools, "stop_token_ids": stop_token_ids, "note": note}
+    return load_prompts(PromptFile(path, *rows), data, tokenizer, limit, **options)

@@ -67,7 +67,7 @@ class AgentTask:
 
     base_url: str
     key: str
-    prompt: Any  # the row's value as it is in the file: text, or messages
+    prompt: Any  # the row's text, or its messages in OpenAI's form
     label: Any
     metadata: dict[str, Any]
 

@@ -66,22 +66,16 @@ def _part_text(part: Any) -> str:
 def plain(message: Message, arguments: Literal["text", "table"]) -> Message:
     """A message as chat templates take it: content as text, and its calls' arguments in one form.
 
-    Most templates want arguments as a table; DeepSeek-V3's wants text.  Arguments that are no JSON
-    object stay text.  The developer's role is the system's.  Reasoning stays, fields of providers do not.
+    Most templates want arguments as a table; DeepSeek-V3's wants text.  None, blank text and that of null are {};
+    arguments that are no JSON object stay text.  The developer's role is the system's.  Reasoning stays,
+    fields of providers do not.
     """
     made: Message = {"role": _role(message["role"]), "content": text_of(message.get("content"))}
     for name in ("name", "tool_call_id", "reasoning_content"):
         if message.get(name):
             made[name] = message[name]
     calls = [
-        {
-            "id": call.get("id"),
-            "type": "function",
-            "function": {
-                "name": call["function"]["name"],
-                "arguments": _in_form(call["function"].get("arguments"), arguments),
-            },
-        }
+        _call(call, _in_form(call["function"].get("arguments"), arguments))
         for call in message.get("tool_calls") or ()
     ]
     if calls:
@@ -99,7 +93,7 @@ def checked_messages(value: Any) -> list[Message]:
     made = []
     for index, message in enumerate(value):
         try:
-            made.append(_checked(message))
+            made.append(checked_message(message))
         except ChatRefused as refused:
             raise _refused(f"messages[{index}]: {refused}") from None
     if made[-1]["role"] == "assistant":
@@ -126,7 +120,8 @@ def checked_tools(value: Any) -> list[dict[str, Any]]:
     return value
 
 
-def _checked(message: Any) -> Message:
+def checked_message(message: Any) -> Message:
+    """A message with the fields that count only; raises ChatRefused as ``checked_messages`` does."""
     if not isinstance(message, dict):
         raise _refused(f"{quoted(message)}: expected a table with role and content")
     role = message.get("role")
@@ -160,16 +155,23 @@ def _checked_call(call: Any) -> dict[str, Any]:
         raise _refused(f"a call's id {quoted(call['id'])}: expected text")
     arguments = function.get("arguments")
     if not isinstance(arguments, (str, dict, type(None))):
-        raise _refused(f"a call's arguments {quoted(arguments)}: expected JSON text")
+        raise _refused(f"a call's arguments {quoted(arguments)}: expected a table or its JSON text")
     try:
         text = _in_form(arguments, "text")
     except RecursionError:
         raise _refused("a call's arguments are nested too deep") from None
-    return {
-        "id": call.get("id"),
+    except TypeError as error:  # a date of parquet
+        raise _refused(f"a call's arguments {quoted(arguments)} are no JSON: {error}") from None
+    return _call(call, text)
+
+
+def _call(call: dict[str, Any], arguments: Any) -> dict[str, Any]:
+    """A call with its arguments in another form, and its id if it has one."""
+    made = {
         "type": "function",
-        "function": {"name": function["name"], "arguments": text},
+        "function": {"name": call["function"]["name"], "arguments": arguments},
     }
+    return made if call.get("id") is None else {"id": call["id"], **made}
 
 
 def _is_name(value: Any) -> bool:
@@ -195,12 +197,12 @@ def _number(text: str) -> int | float:
 
 
 def _in_form(arguments: Any, form: Literal["text", "table"]) -> Any:
-    if arguments is None:
-        arguments = ""
+    if arguments is None or isinstance(arguments, str) and arguments.strip() in ("", "null"):
+        arguments = {}
     if form == "text":
-        return (
-            arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        )
+        if isinstance(arguments, str):
+            return arguments
+        return json.dumps(arguments, ensure_ascii=False)
     if isinstance(arguments, dict):
         return arguments
     try:

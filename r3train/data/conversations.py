@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from r3train.config.data_settings import DataSection, PromptFile
 from r3train.data.prompts import (
-    chat_text,
-    read_records,
+    Note,
+    read_rows,
     Record,
+    Remark,
     require_messages,
+    require_whole,
     required,
+    row_tools,
 )
-from r3train.data.templates import ChatTemplate
+from r3train.data.templates import ChatTemplate, RowTemplate
 from r3train.ids import prompt_id
 from r3train.types import Prompt, RolloutSample
 
@@ -28,15 +31,15 @@ def load_conversations(
     *,
     max_response_len: int,
     stop_token_ids: Collection[int] = (),
-    note: Callable[[str], None] = lambda text: None,
+    note: Note = lambda text, remedy: None,
 ) -> list[RolloutSample]:
     """Read every conversation of a .jsonl or .parquet file as a sample, in the order of the file.
 
     data, limit, note: as for ``load_prompts``.
     stop_token_ids: those at which a server ends an answer.
-    A sample's prompt ends before the first token of the assistant's; the loss mask is True on the
-    assistant's tokens, with those that the template closes an answer with, up to a stop token.  Its ids
-    and weight versions are to be set where it is sampled, and no engine gave it log-probs: they are 0.
+    A sample's prompt ends before the first token that is trained; the loss mask is True on the tokens of the
+    assistant's messages without weight 0, with those that the template closes an answer with, up to a stop
+    token.  Its ids and weight versions are to be set where it is sampled, and no engine gave it log-probs: they are 0.
     Raises ValueError naming file and line, for the faults of ``load_prompts`` and for a conversation
     without an answer, or that the template does not render piece by piece.
     """
@@ -48,51 +51,46 @@ def load_conversations(
         raise ValueError(
             f"{file.path}: the checkpoint's tokenizer does not tell the places of its tokens"
         )
-    samples, overlong = [], []
-    template = ChatTemplate(tokenizer, data)
-    for record in read_records(file):
-        messages = require_messages(record, data.input_key, required(record, data.input_key))
-        text, spans = _rendered(record, messages, template, data)
-        tokens = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        token_ids = np.asarray(tokens["input_ids"], dtype=np.int32)
-        begin, end = np.asarray(tokens["offset_mapping"], dtype=np.int64).reshape(-1, 2).T
-        mask = np.zeros(len(token_ids), dtype=bool)
-        for start, stop in spans:
-            inside = (begin >= start) & (end <= stop) & (end > begin)
-            # a byte-level tokenizer that trims its offsets gives spaces alone the place after them
-            spaces = (begin == end) & (start < begin) & (begin <= stop)
-            mask |= _up_to_stop(token_ids, inside | spaces, stop_token_ids)
-        if not mask.any():
-            raise ValueError(
-                f"{record.where}: key {data.input_key}: no token of an assistant's to train"
+    template, stops = RowTemplate.of(ChatTemplate(tokenizer, data)), list(stop_token_ids)
+    limits = (*limit, "the prompt"), (max_response_len, "rollout_max_response_len", _RESPONSE)
+
+    def read(records: Sequence[Record]) -> Iterator[tuple[RolloutSample, str | None, list[Remark]]]:
+        rows = [_rendered(record, template, data) for record in records]
+        all_tokens = tokenizer(
+            [text for text, _, _ in rows], add_special_tokens=False, return_offsets_mapping=True
+        )
+        ids, places = all_tokens["input_ids"], all_tokens["offset_mapping"]
+        for record, (text, spans, odd), *tokens in zip(records, rows, ids, places, strict=True):
+            token_ids, mask = _masked(*tokens, spans, stops)
+            if not mask.any():
+                where = f"{record.where}: key {data.input_key}"
+                raise ValueError(f"{where}: no token of an assistant's to train")
+            named, first = prompt_id(file.path.name, record.index), spans[0][0]
+            sample = _sample(record.index, named, (text[:first], text[first:]), token_ids, mask)
+            lengths = sample.prompt_len, sample.response_len
+            faults = (
+                f"{record.where}: {what} has {length} tokens, at most {most} fit ({name})"
+                for length, (most, name, what) in zip(lengths, limits)
+                if length > most
             )
-        prompt_len = int(mask.argmax())
-        response_len = len(token_ids) - prompt_len
-        faults = [
-            f"{record.where}: {what} has {length} tokens, at most {most} fit ({name})"
-            for what, length, most, name in (
-                ("the prompt", prompt_len, *limit),
-                ("from its first answer on the text", response_len, max_response_len, _RESPONSE),
-            )
-            if length > most
-        ]
-        if faults and data.overlong_prompts == "error":
-            raise ValueError(faults[0])
-        if faults:
-            overlong.append(faults[0])
-            continue
-        named = prompt_id(file.path.name, record.index)
-        texts = text[: spans[0][0]], text[spans[0][0] :]
-        samples.append(_sample(record.index, named, texts, token_ids, mask))
-    if overlong:
-        count, first = len(overlong), overlong[0]
-        if not samples:
-            raise ValueError(f"{file.path}: all {count:,} conversations are too long: {first}")
-        text = f"{count:,} of {count + len(samples):,} conversations, which are too long"
-        note(f"{file.path}: dropped {text}; the first: {first}")
-    if not samples:
-        raise ValueError(f"{file.path}: holds no conversations")
-    return samples
+            yield sample, next(faults, None), odd
+
+    return read_rows(file, read, data, note, "conversations")
+
+
+def _masked(
+    ids: list[int], places: list[Any], spans: Sequence[tuple[int, int]], stops: list[int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """The tokens, int32[T], and which of them stand in the spans of characters, bool[T]."""
+    token_ids = np.asarray(ids, dtype=np.int32)
+    begin, end = np.asarray(places, dtype=np.int64).reshape(-1, 2).T
+    mask = np.zeros(len(token_ids), dtype=bool)
+    for start, stop in spans:
+        inside = (begin >= start) & (end <= stop) & (end > begin)
+        # a byte-level tokenizer that trims its offsets gives spaces alone the place after them
+        spaces = (begin == end) & (start < begin) & (begin <= stop)
+        mask |= _up_to_stop(token_ids, inside | spaces, stops)
+    return token_ids, mask
 
 
 def _sample(
@@ -121,7 +119,7 @@ def _sample(
     )
 
 
-_RESPONSE = "rollout_max_response_len"
+_RESPONSE = "from its first answer on the text"
 
 
 def _up_to_stop(
@@ -138,27 +136,29 @@ def _up_to_stop(
 
 
 def _rendered(
-    record: Record, messages: list[dict[str, Any]], template: ChatTemplate, data: DataSection
-) -> tuple[str, list[tuple[int, int]]]:
-    """The whole text, and the characters of each of the assistant's messages in it.
+    record: Record, template: RowTemplate, data: DataSection
+) -> tuple[str, list[tuple[int, int]], list[Remark]]:
+    """The whole text, the characters of each of the assistant's messages in it to be trained, and remarks.
 
     A message's span begins where the text of those before it ends, with the words that ask for an
     answer, and ends where its own text does.
     """
-
-    where, spans = record.where, []
-    text = chat_text(record, messages, template, data, asks=False)
-    for i, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        before = chat_text(record, messages[:i], template, data)
-        behind = chat_text(record, messages[: i + 1], template, data, asks=False)
+    where, key, spans = record.where, data.input_key, []
+    value, tools = required(record, key), row_tools(record, data.tool_key)
+    messages, odd = require_messages(record, key, value, template, answers=True)
+    text = template.text(messages, tools, asks=False, where=where)
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    trained = [i for i in answers if messages[i].get("weight") != 0]
+    for i in trained:
+        before = template.text(messages[:i], tools, where=where)
+        behind = template.text(messages[: i + 1], tools, asks=False, where=where)
         if not behind.startswith(before) or not text.startswith(behind):
             raise ValueError(
                 f"{where}: the chat template renders message {i + 1} otherwise within the conversation"
                 " than at its end, so its tokens cannot be told: end the conversation with it"
             )
         spans.append((len(before), len(behind)))
-    if not spans:
-        raise ValueError(f"{where}: no message of role assistant: there is nothing to train")
-    return text, spans
+    if not trained:
+        lack = "every answer has weight 0" if answers else "no message of role assistant"
+        raise ValueError(f"{where}: {lack}: there is nothing to train")
+    return require_whole(record, text, messages, tools, trained), spans, odd

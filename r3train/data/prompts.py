@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -12,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from r3train.chat.base import ChatRefused
 from r3train.config.data_settings import DataSection, PromptFile
 from r3train.config.files import downloads_nothing, require_regular
 from r3train.data.json_values import json_value, label_value
-from r3train.data.templates import ChatTemplate
+from r3train.data.messages import NOTHING, left_out, messages_in, read_messages, read_tools
+from r3train.data.templates import ChatTemplate, RowTemplate, Tools
 from r3train.ids import prompt_id
 from r3train.types import Prompt
 
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
 _SHOWN_TOKENS, _SHOWN_TEXT = 64, 2000
 _UNKNOWN_SHARE = 0.1
 _BATCH = 256  # texts that are tokenised at once
+_PICTURES = ("image", "images", "video", "videos", "audio", "audios")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,11 @@ class Record:
     content: Mapping[str, Any]
 
 
+# (where, what is odd, its remedy)
+Remark = tuple[str, str, str]
+Note = Callable[[str, str], None]
+
+
 def load_prompts(
     file: PromptFile,
     data: DataSection,
@@ -46,90 +55,160 @@ def load_prompts(
     limit: tuple[int, str],
     *,
     tools: Sequence[dict[str, Any]] = (),
-    note: Callable[[str], None] = lambda text: None,
+    stop_token_ids: Collection[int] = (),
+    note: Note = lambda text, remedy: None,
 ) -> list[Prompt]:
     """Read the prompts of a .jsonl or .parquet file, in the order of the file.
 
     data: the keys, the chat template's settings, and the treatment of prompts that are longer than ``limit``: its
-    tokens, and words for where it comes from.  ``note`` is told, once, of those that were dropped.
+    tokens, and words for where it comes from.  ``note`` is told, with a remedy, once of those that were dropped,
+    and once of each thing in rows that has no effect.
     tools: of rows without tools of their own.  Blank lines are skipped; labels, metadata and tools may be absent.
-    Raises ValueError naming file, line (or row) and key for a missing or empty file, bad JSON, a missing key
-    and an empty prompt.
+    stop_token_ids: those at which a server ends an answer, and no prompt.
+    Raises ValueError naming file, line (or row) and key for a missing or empty file, bad JSON, a missing key,
+    an empty prompt, one that is no text or text chat, and one of whose messages the template leaves any out.
     """
-    prompts, overlong = [], []
+    template, prefix, suffix = None, [], []
+    if data.apply_chat_template:  # which writes the special tokens itself
+        template = RowTemplate.of(ChatTemplate(tokenizer, data, tools))
+    else:
+        prefix, suffix = _added_by(tokenizer)
     most, limit_name = limit
-    template = ChatTemplate(tokenizer, data, tools) if data.apply_chat_template else None
-    texts = ((r, _prompt_text(r, data, template)) for r in read_records(file))
-    # a chat template writes the special tokens itself
-    for record, text, tokens in _tokenized(texts, tokenizer, special=template is None):
-        if not tokens:
-            raise ValueError(f"{record.where}: key {data.input_key}: the prompt has no tokens")
-        if len(tokens) > most:
-            if data.overlong_prompts == "drop":
-                overlong.append(len(tokens))
-                continue
-            raise ValueError(
-                f"{record.where}: the prompt has {len(tokens)} tokens,"
-                f" at most {most} fit ({limit_name})"
-            )
-        prompts.append(
-            Prompt(
-                prompt_id=prompt_id(file.path.name, record.index),
-                index=record.index,
-                text=text,
-                token_ids=np.asarray(tokens, dtype=np.int32),
-                label=_label(record, data.label_key),
-                metadata=_metadata(record, data.metadata_key),
-                content=find_value(record.content, data.input_key),
-                columns=_columns(record, data),
-            )
-        )
-    if overlong:
-        count, limit = len(overlong), f"{most:,} tokens ({limit_name}; longest {max(overlong):,})"
-        if not prompts:
-            raise ValueError(f"{file.path}: all {count:,} prompts are above {limit}")
-        note(f"{file.path}: dropped {count:,} of {count + len(prompts):,} prompts above {limit}")
-    if not prompts:
-        raise ValueError(_no_prompts(file))
-    return prompts
+    writer = "which the tokenizer adds to every text" if suffix else "of its own text"
 
-
-def _no_prompts(file: PromptFile) -> str:
-    rows = sum(1 for _ in read_records(PromptFile(file.path)))
-    if not rows:
-        return f"{file.path}: holds no prompts"
-    part = f"@[{file.start}:{'' if file.stop is None else file.stop}]"
-    return f"{file.path}{part}: holds no prompts: the file has {rows:,} rows"
-
-
-def _tokenized(
-    texts: Iterator[tuple[Record, str]], tokenizer: Tokenizer, *, special: bool
-) -> Iterator[tuple[Record, str, list[int]]]:
-    """Yield each text with its tokens, which come a batch at a time: in half the time of one by one."""
-    while batch := list(islice(texts, _BATCH)):
-        ids = tokenizer(
-            [text for _, text in batch],
-            add_special_tokens=special,
+    def read(records: Sequence[Record]) -> Iterator[tuple[Prompt, str | None, list[Remark]]]:
+        rows = [_read_prompt(record, data, template) for record in records]
+        all_tokens = tokenizer(
+            [text for text, _, _ in rows],
+            add_special_tokens=template is None,
             return_attention_mask=False,
             return_token_type_ids=False,
         )["input_ids"]
-        for (record, text), tokens in zip(batch, ids, strict=True):
-            yield record, text, tokens
+        for record, (text, content, odd), ids in zip(records, rows, all_tokens, strict=True):
+            where, fault = f"{record.where}: key {data.input_key}", None
+            if prefix and ids[len(prefix) : 2 * len(prefix)] == prefix:  # the text has it too
+                ids = ids[len(prefix) :]
+            if not ids:
+                raise ValueError(f"{where}: the prompt has no tokens")
+            if ids[-1] in stop_token_ids:
+                token = f"{tokenizer.convert_ids_to_tokens(ids[-1])!r} ({ids[-1]}), {writer}"
+                raise ValueError(f"{where}: the prompt ends in the stop token {token}")
+            if len(ids) > most:
+                size = f"{len(ids)} tokens, at most {most} fit ({limit_name})"
+                fault = f"{record.where}: the prompt has {size}"
+            prompt = Prompt(
+                prompt_id=prompt_id(file.path.name, record.index),
+                index=record.index,
+                text=text,
+                token_ids=np.asarray(ids, dtype=np.int32),
+                label=_label(record, data.label_key),
+                metadata=_metadata(record, data.metadata_key),
+                content=content,
+                columns=_columns(record, data),
+            )
+            yield prompt, fault, odd
+
+    return read_rows(file, read, data, note, "prompts")
 
 
-def shown(prompt: Prompt, tokenizer: Tokenizer) -> list[str]:
+def read_rows(
+    file: PromptFile, read: Callable[..., Any], data: DataSection, note: Note, kind: str
+) -> list[Any]:
+    """Read a file's rows: ``read`` makes of a batch (the row, why it is too long or None, remarks) each.
+
+    Rows that are too long are dropped, or refused, as ``data`` says.  Raises ValueError where none is left.
+    """
+    rows, overlong, remarks, records = [], [], [], read_records(file)
+    while batch := list(islice(records, _BATCH)):
+        for row, fault, odd in read(batch):
+            remarks += odd
+            if fault is None:
+                rows.append(row)
+            elif data.overlong_prompts == "error":
+                raise ValueError(fault)
+            else:
+                overlong.append(fault)
+    if overlong:
+        num_rows, remedy = len(overlong) + len(rows), "raise the limit, or --overlong-prompts error"
+        text = f"of {num_rows:,} {kind}, which are too long; the first: {overlong[0]}"
+        if not rows:
+            raise ValueError(f"{file.path}: drops all {text}")
+        note(f"{file.path}: dropped {len(overlong):,} {text}", remedy)
+    if not rows:
+        num_rows = sum(1 for _ in read_records(PromptFile(file.path)))
+        part = f"@[{file.start}:{'' if file.stop is None else file.stop}]: holds no {kind}: the file has"
+        raise ValueError(
+            f"{file.path}{part} {num_rows:,} rows" if num_rows else f"{file.path}: holds no {kind}"
+        )
+    first = {remark[1:]: remark[0] for remark in reversed(remarks)}
+    for remark, count in Counter(remark[1:] for remark in remarks).items():
+        text, remedy = remark
+        note(f"{file.path}: {text}, in {count:,} of the rows (first {first[remark]})", remedy)
+    return rows
+
+
+def _read_prompt(
+    record: Record, data: DataSection, template: RowTemplate | None
+) -> tuple[str, Any, list[Remark]]:
+    """A row's text, its text or messages, and remarks."""
+    key = data.input_key
+    value, where = required(record, key), f"{record.where}: key {key}"
+    pictures = (n for n in _PICTURES if n != key and record.content.get(n) not in NOTHING)
+    odd = [(record.where, f"key {name} is not read", "text alone is trained") for name in pictures]
+    listed = _or_its_messages(record, key, value)
+    if not isinstance(listed, (str, list) if template else str):
+        expected = "text (chat messages need --apply-chat-template)"
+        expected = "text or a list of messages" if template else expected
+        raise ValueError(f"{where}: got {type(listed).__name__}, expected {expected}")
+    if isinstance(value, str) and not value.strip() or value == []:
+        raise ValueError(f"{where}: the prompt is empty")
+    if template is None:
+        return without_surrogates(value, record), value, odd
+    is_text = isinstance(listed, str)
+    listed = [{"role": "user", "content": value}] if is_text else listed
+    messages, more = require_messages(record, key, listed, template)
+    last = messages[-1]
+    if last["role"] == "assistant":
+        raise ValueError(f"{where}: the last message is the assistant's, expected another's")
+    if last["role"] != "tool" and not last["content"].strip():
+        raise ValueError(f"{where}: the prompt is empty (its last message)")
+    tools = row_tools(record, data.tool_key)
+    text = template.text(messages, tools, where=record.where)
+    content = value if is_text else messages
+    return require_whole(record, text, messages, tools), content, odd + more
+
+
+def _added_by(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """The tokens that a tokenizer writes before every text, and behind it."""
+    whole, bare = (tokenizer(["a"], add_special_tokens=on)["input_ids"][0] for on in (True, False))
+    for start in range(len(whole) - len(bare) + 1):
+        if whole[start : start + len(bare)] == bare:
+            return list(whole[:start]), list(whole[start + len(bare) :])
+    return [], []
+
+
+def shown(prompt: Prompt, tokenizer: Tokenizer, which: str = "first") -> list[str]:
     """Return lines that show a prompt as the model gets it: its rendered text and its tokens."""
-    ids = prompt.token_ids[:_SHOWN_TOKENS].tolist()
-    tokens = " ".join(
-        f"{number} {token!r}" for number, token in zip(ids, tokenizer.convert_ids_to_tokens(ids))
-    )
-    left = len(prompt.token_ids) - len(ids)
-    text = prompt.text[:_SHOWN_TEXT]
-    more = f" and {len(prompt.text) - len(text)} more characters" if text != prompt.text else ""
-    return [
-        f"first prompt ({prompt.prompt_id}, {len(prompt.token_ids)} tokens): {text!r}{more}",
-        f"its tokens: {tokens}" + (f" and {left} more" if left else ""),
+    ids = prompt.token_ids.tolist()
+    begin, left, end = _ends(ids, _SHOWN_TOKENS)
+    tokens = [
+        " ".join(f"{n} {token!r}" for n, token in zip(part, tokenizer.convert_ids_to_tokens(part)))
+        for part in (begin, end)
     ]
+    text, more, ending = _ends(prompt.text, _SHOWN_TEXT)
+    return [
+        f"{which} prompt ({prompt.prompt_id}, {len(ids)} tokens): {text!r}"
+        + (f" and {more} more characters, then {ending!r}" if more else ""),
+        f"its tokens: {tokens[0]}" + (f" and {left} more, then {tokens[1]}" if left else ""),
+    ]
+
+
+def _ends(whole: Any, most: int) -> tuple[Any, int, Any]:
+    """The beginning, the number of what is left out, and the end, of text or tokens above ``most``."""
+    if len(whole) <= most:
+        return whole, 0, whole[:0]
+    part = most // 4
+    return whole[: most - part], len(whole) - most, whole[-part:]
 
 
 def unknown_tokens(prompts: Sequence[Prompt], unknown: int | None) -> str | None:
@@ -195,6 +274,8 @@ def _jsonl_records(path: Path) -> Iterator[Record]:
                 raise ValueError(
                     f"{path}:{number}: not UTF-8 at byte {error.start + 1} of the line"
                 ) from None
+            except RecursionError:
+                raise ValueError(f"{path}:{number}: the JSON is nested too deep") from None
             except json.JSONDecodeError as error:
                 if line.strip() in ("[", "{", "[{"):
                     raise ValueError(
@@ -248,58 +329,29 @@ def required(record: Record, key: str) -> Any:
     return value
 
 
-def _tools(record: Record, key: str) -> list[Any] | None:
-    """The tools of a row, as a list or as JSON text; None without any."""
-    value = find_value(record.content, key)
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError as error:
-            raise ValueError(f"{record.where}: key {key}: not JSON: {error}") from None
-    if value is not None and not isinstance(value, list):
-        raise ValueError(
-            f"{record.where}: key {key} must be a list of tools, got {type(value).__name__}"
-        )
-    return value or None
+def row_tools(record: Record, key: str | None) -> Tools:
+    """The tools of a row; None without any.  Raises ValueError naming the key for what are no tools."""
+    if key is None:
+        return None
+    try:
+        return read_tools(find_value(record.content, key))
+    except (ChatRefused, ValueError) as error:
+        raise ValueError(f"{record.where}: key {key}: {error}") from None
 
 
-def chat_text(
-    record: Record,
-    messages: list[dict[str, Any]],
-    template: ChatTemplate,
-    data: DataSection,
-    *,
-    asks: bool = True,
+def require_whole(
+    record: Record, text: str, messages: Sequence[Any], tools: Tools, trained: Collection[int] = ()
 ) -> str:
-    """A row's messages as text, with its own tools if it has any; raises ValueError where the template fails.
+    """Return a row's rendered text; raises ValueError where it lacks a part of the messages or the tools.
 
-    asks: end with the words that ask for an answer.
+    trained: numbers of the answers whose thoughts must be there.
     """
-    tools = None if data.tool_key is None else _tools(record, data.tool_key)
-    return _without_surrogates(
-        template.text(messages, tools, asks=asks, where=record.where), record
-    )
+    if lack := left_out(text, messages, tools or (), trained):
+        raise ValueError(f"{record.where}: {lack}")
+    return without_surrogates(text, record)
 
 
-def _prompt_text(record: Record, data: DataSection, template: ChatTemplate | None) -> str:
-    """The prompt as text; with ``template``, messages (or one user message) in its chat form."""
-    key = data.input_key
-    value = required(record, key)
-    if not isinstance(value, str) and template is None:
-        raise ValueError(
-            f"{record.where}: key {key} must be text, got {type(value).__name__}"
-            " (chat messages need --apply-chat-template)"
-        )
-    if isinstance(value, str) and not value.strip() or value == []:
-        raise ValueError(f"{record.where}: key {key}: the prompt is empty")
-    if template is None:
-        return _without_surrogates(value, record)
-    messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
-    messages = require_messages(record, key, messages, "text or ")
-    return chat_text(record, messages, template, data)
-
-
-def _without_surrogates(text: str, record: Record) -> str:
+def without_surrogates(text: str, record: Record) -> str:
     """Return a text that tokenizers take; raises ValueError for half of a surrogate pair."""
     try:
         text.encode()
@@ -311,27 +363,40 @@ def _without_surrogates(text: str, record: Record) -> str:
     return text
 
 
+def _or_its_messages(record: Record, key: str, value: Any) -> Any:
+    """A row's value, or the messages that its text holds as JSON; raises ValueError for other tables in it."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return messages_in(value) or value
+    except ValueError as error:
+        raise ValueError(f"{record.where}: key {key} holds {error}") from None
+
+
 def require_messages(
-    record: Record, key: str, messages: Any, or_else: str = ""
-) -> list[dict[str, Any]]:
-    """Return chat messages; raises ValueError for anything else.  or_else: what would do too."""
-    if not are_messages(messages):
-        raise ValueError(
-            f"{record.where}: key {key} must be {or_else}a list of messages with role and content"
-        )
-    # parquet gives every message the fields of all
-    return [
-        {key: value for key, value in message.items() if value is not None or key == "content"}
-        for message in messages
-    ]
+    record: Record, key: str, value: Any, template: RowTemplate, *, answers: bool = False
+) -> tuple[list[dict[str, Any]], list[Remark]]:
+    """Return the messages of a row, and remarks on keys without effect and special tokens in their texts.
 
-
-def are_messages(value: Any) -> bool:
-    """True for a list of tables that have role and content."""
-    return isinstance(value, list) and all(
-        isinstance(message, dict) and "role" in message and "content" in message
-        for message in value
-    )
+    answers: those of the assistant are to be trained, and what is said of them must have an effect.
+    Raises ValueError naming row and message for what is no text chat.
+    """
+    try:
+        messages, unknown = read_messages(_or_its_messages(record, key, value), template.reads)
+    except ValueError as error:
+        raise ValueError(f"{record.where}: key {key}: {error}") from None
+    odd = {}
+    for index, name in unknown:
+        if answers and messages[index]["role"] == "assistant":
+            raise ValueError(
+                f"{record.where}: key {key}: message {index + 1}: the key {name} beside an answer has no"
+                " effect here: leave it out, or give weight 0 to an answer that is not to be trained"
+            )
+        odd[f"the key {name} beside a message has no effect"] = "the chat template does not read it"
+    for token in template.special_tokens_in(messages):
+        remedy = "there they become control tokens; is the text rendered already?"
+        odd[f"the special token {token!r} stands in a message"] = remedy
+    return messages, [(record.where, *remark) for remark in odd.items()]
 
 
 def _label(record: Record, key: str) -> Any:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
+from itertools import product, takewhile
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from r3train.chat.base import Message
 from r3train.chat.messages import plain
 from r3train.config.data_settings import DataSection
+from r3train.data.messages import FIELDS, left_out
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
+Tools = Sequence[dict[str, Any]] | None
 # words that no template has, and that nobody can know and write into a message
 _STAND_IN = f"r3train-stands-in-for-an-answer-{secrets.token_hex(8)}"
 _RESULT = f"r3train-stands-in-for-a-result-{secrets.token_hex(8)}"
@@ -93,6 +97,17 @@ class ChatTemplate:
             return Behind(end[len(end) - end[::-1].index(last) :] + tokens, True)
         return Behind(end[-1:] + tokens, False)
 
+    def closing_token(self) -> int | None:
+        """The token that ends an answer: of the template's own behind it, or else of the next opening.
+
+        None where neither has one that no text gives, and for a template that fails.
+        """
+        try:
+            texts = self._behind([], asks=False), self._behind([_ASKS], asks=True)
+        except ValueError:
+            return None
+        return next(filter(self._is_added, self.encode(texts[0] or texts[1])), None)
+
     def check_tools(self) -> None:
         """Raise ValueError if the template does not show the tools, or what one answers."""
         message, where = [{"role": "user", "content": _STAND_IN}], "tools"
@@ -128,6 +143,8 @@ class ChatTemplate:
         call, text = (
             (None, self._behind(messages, asks=True)) if strict else self._written_after(messages)
         )
+        if not strict and (lack := left_out(text, messages)):
+            raise ValueError(f"a reply: {lack}")
         if call is None:
             return self.encode(self._behind([], asks=False)), self.encode(text)
         closing = self.encode(call)[-1:]  # the token that ends a call
@@ -211,6 +228,52 @@ class ChatTemplate:
             raise ValueError(f"{where}: the chat template fails: {error}") from error
 
 
+@dataclass(frozen=True, slots=True)
+class RowTemplate:
+    """The chat template as the rows of a file use it; ``arguments``: the form in which it takes those of calls."""
+
+    chat: ChatTemplate
+    arguments: Literal["text", "table"]
+    special: re.Pattern[str]  # finds the tokenizer's special tokens
+
+    @classmethod
+    def of(cls, chat: ChatTemplate) -> RowTemplate:
+        """Find the form of arguments by renderings of a call."""
+        added = getattr(chat.tokenizer, "added_tokens_decoder", {}).values()
+        special = "|".join(re.escape(token.content) for token in added if token.special)
+        return cls(chat, _arguments_form(chat), re.compile(special or "(?!)"))
+
+    def special_tokens_in(self, messages: Sequence[Message]) -> list[str]:
+        """The special tokens in texts of others than the assistant, sorted."""
+        texts = (m["content"] for m in messages if m["role"] != "assistant")
+        return sorted({token for text in texts for token in self.special.findall(text)})
+
+    def reads(self, key: str) -> bool:
+        """Tell whether the template reads a key of messages."""
+        source = str(getattr(self.chat.tokenizer, "chat_template", None))  # of all that have names
+        return re.search(rf"[.'\"]{re.escape(key)}\b", source) is not None
+
+    def text(
+        self, messages: Sequence[Message], tools: Tools, *, asks: bool = True, where: str = ""
+    ) -> str:
+        """Messages of ``read_messages`` as ``ChatTemplate.text`` writes them."""
+        others = ({key: m[key] for key in m.keys() - FIELDS} for m in messages)
+        given = [plain(m, self.arguments) | other for m, other in zip(messages, others)]
+        return self.chat.text(given, tools, asks=asks, where=where)
+
+
+def _arguments_form(chat: ChatTemplate) -> Literal["text", "table"]:
+    """The form of arguments that a template wants: text where it fails with a table, or prints it as Python does."""
+    for form in ("table", "text"):
+        try:
+            text = chat.text([_ASKS, plain(_CALLS, form)], [_TOOL], asks=False)
+        except ValueError:
+            continue
+        if "{'at': 'r3train" not in text:
+            return form
+    return "table"
+
+
 _TOOL = {
     "type": "function",
     "function": {
@@ -233,6 +296,40 @@ _CALLS = {
     ],
 }
 _ANSWERS = {"role": "tool", "content": _RESULT, "tool_call_id": "call00001", "name": "look"}
+
+
+_BEGINS = {"role": "system", "content": "Be brief."}
+_SHAPES = (
+    [_ASKS],
+    [_BEGINS, _ASKS],
+    [_ASKS, {**_SAYS, "reasoning_content": "Hm."}, _ASKS],
+    [_ASKS, plain(_CALLS, "table"), _ANSWERS],
+    [_ASKS, plain(_CALLS, "text"), _ANSWERS],
+)
+
+
+def check_variables(tokenizer: Tokenizer, data: DataSection) -> None:
+    """Raise ValueError for --apply-chat-template-kwargs that write no conversation of any shape otherwise."""
+    values = data.apply_chat_template_kwargs
+    whole = _shapes(tokenizer, data) if values else []
+    for name, value in values.items():
+        less = {"apply_chat_template_kwargs": {k: v for k, v in values.items() if k != name}}
+        if _shapes(tokenizer, data.model_copy(update=less)) == whole:
+            raise ValueError(
+                f"--apply-chat-template-kwargs: {name} = {value!r} has no effect on this template, which"
+                " writes the same without: leave it out, or give the name and the type that it tests"
+            )
+
+
+def _shapes(tokenizer: Tokenizer, data: DataSection) -> list[str | None]:
+    """Renderings of conversations of several shapes, None where the template fails."""
+    chat, texts = ChatTemplate(tokenizer, data), []
+    for messages, tools, asks in product(_SHAPES, ([], [_TOOL]), (True, False)):
+        try:
+            texts.append(chat.text(messages, tools, asks=asks))
+        except ValueError:
+            texts.append(None)
+    return texts
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,11 +356,8 @@ class SessionTemplate:
         plain_way = cls(chat)
         if problem := plain_way._problem(_SAYS, [_ASKS], ()):
             raise ValueError(f"no turn can follow an answer: {problem}")
-        ways = [
-            cls(chat, arguments, with_calls)
-            for with_calls in (False, True)
-            for arguments in ("table", "text")
-        ]
+        form = _arguments_form(chat)
+        ways = [cls(chat, form, with_calls) for with_calls in (False, True)]
         problems = [way._problem(_CALLS, [_ANSWERS], [_TOOL]) for way in ways]
         for way, problem in zip(ways, problems):
             if problem is None:

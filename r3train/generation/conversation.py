@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from r3train.config.rollout_settings import RolloutSection
-from r3train.data.prompts import are_messages
+from r3train.data.messages import read_messages
 from r3train.environments.environment import Environment, StepResult, Turn
 from r3train.generation import stitch
 from r3train.engine.backend import SamplingParams
@@ -122,15 +122,17 @@ class Conversation:
             return self.encode(observation)
         if isinstance(observation, Sequence) and all(isinstance(i, int) for i in observation):
             return list(observation)
-        if not are_messages(observation):
+        gave = f"{step} gave the observation {quoted(observation)}"
+        try:
+            messages, _ = read_messages(observation, lambda key: True)
+        except ValueError as error:
             raise ValueError(
-                f"{step} gave the observation {quoted(observation)}, which is no text, no tokens and no"
-                " messages with role and content"
-            )
+                f"{gave}, which is no text, no tokens and no messages: {error}"
+            ) from None
         if self.reply is None:
             raise ValueError(f"{step} answers with messages, which need --apply-chat-template")
-        with running_user_code(f"{step} gave the observation {quoted(observation)}"):
-            return self.reply(observation, last)
+        with running_user_code(gave):
+            return self.reply(messages, last)
 
 
 def _finite(reward: float, step: str) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,6 +59,16 @@ class Job:
         """Lines that show the first prompt as the model gets it, and what the reward says to it."""
         lines = shown(self.prompts[0], self.tokenizer)
         return lines if self.first_reward is None else [*lines, self.first_reward]
+
+    @property
+    def other_prompts(self) -> list[str]:
+        """Lines that show the longest prompt and one at random, where these are not the first."""
+        lengths = [len(prompt.token_ids) for prompt in self.prompts]
+        drawn = random.Random(self.config.rollout.rollout_seed).randrange(len(lengths))
+        which = {lengths.index(max(lengths)): "longest"}
+        which.setdefault(drawn, "random")
+        others = [(self.prompts[index], name) for index, name in which.items() if index]
+        return [line for prompt, name in others for line in shown(prompt, self.tokenizer, name)]
 
     @property
     def order(self) -> PromptOrder | MixedOrder:

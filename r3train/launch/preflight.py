@@ -37,6 +37,7 @@ from r3train.families.checks import untrained_parts
 from r3train.cuda_environment import visible_gpus
 from r3train.data.file_fingerprint import FileFingerprint
 from r3train.data.prompts import unknown_tokens
+from r3train.data.templates import check_variables
 from r3train.data.tokenizer import check_vocabulary, load_tokenizer, stop_token
 from r3train.engine.addresses import host_of, interface_of
 from r3train.engine.backend import EngineError
@@ -55,6 +56,7 @@ from r3train.launch.read_data import (
     read_conversations,
     read_eval_data,
     read_prompts,
+    token_that_does_not_stop,
 )
 from r3train.launch.agents import rehearse
 from r3train.launch.gpus import torchruns_number
@@ -296,10 +298,18 @@ class _Checks:
         if tokenizer is None:
             return
         self.attempt(SETTINGS, check_tools, config, tokenizer, self.tools)
-        for text in config.rollout.rollout_stop:
+        self.attempt(SETTINGS, check_variables, tokenizer, config.data)
+        stops = [
             self.attempt(SETTINGS, stop_token, text, tokenizer)
-        if self.hf is None:
+            for text in config.rollout.rollout_stop
+        ]
+        if self.hf is None or None in stops:
             return
+        token = token_that_does_not_stop(config, self.hf, tokenizer)
+        if token is not None:
+            name = tokenizer.convert_ids_to_tokens(token)
+            text = f"answers end with {name!r} ({token}), and no server stops there"
+            self.warn("tokenizer", text, f"add --rollout-stop-token-ids {token}")
         self.attempt("tokenizer", check_vocabulary, tokenizer, self.hf)
         teacher = config.rollout.opd_teacher_url
         if self.for_all_ranks and config.has_engines and teacher is not None:
@@ -308,17 +318,13 @@ class _Checks:
             self._read_prompts()
 
     def _read_prompts(self) -> None:
-        dropped: list[str] = []
-        arguments = (self.config, self.hf, self.tokenizer, dropped.append)
+        arguments = (self.config, self.hf, self.tokenizer, partial(self.warn, "prompts"))
         if self.config.learns_conversations:
             found = self.attempt("prompts", read_conversations, *arguments) or []
             self.conversations = [conversation for part in found for conversation in part]
             parts = [[conversation.prompt for conversation in part] for part in found]
         else:
             parts = self.attempt("prompts", read_prompts, *arguments, self.tools) or []
-        for text in dropped:
-            remedy = "raise the limit, or refuse such data with --overlong-prompts error"
-            self.warn("prompts", text, remedy)
         self.prompts = [prompt for part in parts for prompt in part]
         self.sizes = tuple(map(len, parts))
 
@@ -395,7 +401,7 @@ class _Checks:
         """Read the evaluation's data, and let its rewards look at it."""
         if self.hf is None or self.tokenizer is None:
             return
-        arguments = (self.hf, self.tokenizer, self.tools)
+        arguments = (self.hf, self.tokenizer, self.tools, partial(self.warn, "prompts"))
         for dataset in self.config.eval_sets:
             found = self.attempt("prompts", read_eval_data, self.config, dataset, *arguments)
             if found is not None:
@@ -460,6 +466,7 @@ def preflight_evaluation(config: RunConfig) -> Job:
     name = config.rollout.environment
     tools = get_tools(get_environment(name)) if name is not None else []
     check_tools(config, tokenizer, tools)
+    check_variables(tokenizer, config.data)
     if config.agent.named is not None:
         rehearse(config, hf, tokenizer)
     data = tuple(read_eval_data(config, each, hf, tokenizer, tools) for each in config.eval_sets)

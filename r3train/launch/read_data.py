@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from r3train.config import RunConfig
@@ -15,7 +15,7 @@ from r3train.config.evaluation_settings import EvalDataset
 from r3train.config.hf_facts import HfModelFacts
 from r3train.data.conversations import load_conversations
 from r3train.data.file_fingerprint import FileFingerprint
-from r3train.data.prompts import load_prompts
+from r3train.data.prompts import load_prompts, Note
 from r3train.data.templates import ChatTemplate
 from r3train.ids import prompt_id
 from r3train.launch.job import EvalData, stop_token_ids
@@ -31,18 +31,19 @@ def read_prompts(
     config: RunConfig,
     hf: HfModelFacts,
     tokenizer: Any,
-    note: Callable[[str], None],
+    note: Note,
     tools: Sequence[dict[str, Any]] = (),
 ) -> list[list[Prompt]]:
     """Read the prompts of each file; each leaves room for the longest response in the context.
 
-    note: told of prompts that were dropped (--overlong-prompts); tools: those of rows without any.
+    note: told, with a remedy, of prompts that were dropped (--overlong-prompts) and of what has no effect in rows;
+    tools: those of rows without any.
     Raises ValueError naming file and line, also for a prompt that is read twice.
     """
     files, limit = config.data.prompt_files, prompt_limit(config, hf)
-    found = [
-        load_prompts(file, config.data, tokenizer, limit, tools=tools, note=note) for file in files
-    ]
+    stops = stop_token_ids(config, hf, tokenizer)
+    options = {"tools": tools, "stop_token_ids": stops, "note": note}
+    found = [load_prompts(file, config.data, tokenizer, limit, **options) for file in files]
     if len({file.path.name for file in files}) < len({file.path for file in files}):
         found = [
             [
@@ -64,11 +65,11 @@ def read_conversations(
     config: RunConfig,
     hf: HfModelFacts,
     tokenizer: Any,
-    note: Callable[[str], None],
+    note: Note,
 ) -> list[list[RolloutSample]]:
     """Read the conversations of each file (--loss-type sft); raises ValueError naming file and line.
 
-    note: told of conversations that were dropped (--overlong-prompts).
+    note: told, as of prompts, of conversations that were dropped and of what has no effect in rows.
     """
     data, limit = config.data, prompt_limit(config, hf)
     limits = {
@@ -87,15 +88,18 @@ def read_eval_data(
     hf: HfModelFacts,
     tokenizer: Any,
     tools: Sequence[dict[str, Any]] = (),
+    note: Note = lambda text, remedy: None,
 ) -> EvalData:
     """Read an evaluation set and make its reward; raises ValueError naming file, line or flag.
 
-    tools: those of rows without any.
+    tools: those of rows without any; note: as for ``read_prompts``.
     """
     limit = eval_prompt_limit(config, hf, dataset)
     data, key = _data_of(config.data, dataset), os.environ.get(JUDGE_KEY)
     try:
-        prompts = load_prompts(PromptFile(dataset.path), data, tokenizer, limit, tools=tools)
+        stops = stop_token_ids(config, hf, tokenizer)
+        options = {"tools": tools, "stop_token_ids": stops, "note": note}
+        prompts = load_prompts(PromptFile(dataset.path), data, tokenizer, limit, **options)
         has_named_reward = dataset.rm_type is not None and ":" not in dataset.rm_type
         weights = None if has_named_reward else config.algorithm.weight_of_key
         reward = Scorer(data, rm_type=dataset.rm_type, judge_key=key, weight_of_key=weights)
@@ -143,6 +147,16 @@ def check_longest_conversation(config: RunConfig, conversations: Sequence[Rollou
             f"{longest.prompt.prompt_id}: the conversation has {longest.num_tokens} tokens, expected at"
             f" most max_tokens_per_gpu {tokens} * context_parallel_size {cp} = {tokens * cp}"
         )
+
+
+def token_that_does_not_stop(config: RunConfig, hf: HfModelFacts, tokenizer: Any) -> int | None:
+    """The token that ends an answer by the chat template, or else by the tokenizer, where none stops at it."""
+    stops = stop_token_ids(config, hf, tokenizer)
+    uses_template = config.data.apply_chat_template or config.learns_conversations
+    token = tokenizer.eos_token_id
+    if uses_template and getattr(tokenizer, "chat_template", None) is not None:
+        token = ChatTemplate(tokenizer, config.data).closing_token()
+    return None if not stops or token in stops else token
 
 
 def check_tools(config: RunConfig, tokenizer: Any, tools: Sequence[dict[str, Any]]) -> None:

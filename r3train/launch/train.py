@@ -96,7 +96,7 @@ def show_dry_run(config: RunConfig, world_size: int) -> None:
     lines = [f"a run is refused here: {line}" for line in missing]
     if job is not None:
         warnings = job.warnings
-        lines = [*would_run(job, world_size), *job.first_prompt]
+        lines = [*would_run(job, world_size), *job.first_prompt, *job.other_prompts]
         longest = job.longest_prompt
         job.close()
     if config.run.estimate:

@@ -41,8 +41,8 @@ def load(tmp_path, *lines, template=TEMPLATE, longest=100, notes=None):
     path.write_text("".join(json.dumps({"messages": line}) + "\n" for line in lines))
     overlong = "error" if notes is None else "drop"
     data = DataSection(prompt_data=str(path), input_key="messages", overlong_prompts=overlong)
-    limit, note = (longest, "rollout_max_prompt_len"), None if notes is None else notes.append
-    options = {"max_response_len": longest, "note": note}
+    limit, kept = (longest, "rollout_max_prompt_len"), [] if notes is None else notes
+    options = {"max_response_len": longest, "note": lambda text, remedy: kept.append(text)}
     return load_conversations(PromptFile(path), data, tokenizer(template), limit, **options)
 
 
@@ -61,7 +61,7 @@ def test_conversations_that_are_too_long_are_dropped_and_counted(tmp_path):
     assert one.prompt.prompt_id == "talk.jsonl:2"
     (text,) = notes
     assert "dropped 1 of 2 conversations" in text and "rollout_max_response_len" in text
-    with pytest.raises(ValueError, match="all 1 conversations are too long"):
+    with pytest.raises(ValueError, match="drops all of 1 conversations, which are too long"):
         load(tmp_path, long, longest=5, notes=notes)
     with pytest.raises(ValueError, match="talk.jsonl.*rollout_max_response_len"):
         load(tmp_path, long, short, longest=5)
@@ -93,7 +93,7 @@ def test_the_assistants_words_and_ends_are_trained_wherever_they_stand(tmp_path)
     "message, line, template",
     [
         ("jsonl:1: no message of role assistant", [turn("user", "cat")], TEMPLATE),
-        ("jsonl:1: key messages must be a list of messages", "cat", TEMPLATE),
+        ("jsonl:1: key messages: got 'cat', expected a list of messages", "cat", TEMPLATE),
         ("no chat template", [turn("user", "cat"), turn("assistant", "dog")], None),
         (
             "jsonl:1: the chat template fails",

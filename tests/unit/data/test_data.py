@@ -107,8 +107,8 @@ def test_a_parquet_row_is_named(tmp_path):
         ({}, r"jsonl:2: key input is missing; keys there: none"),
         ({"input": "", "label": 1}, r"jsonl:2: key input: the prompt is empty"),
         ({"input": " \n", "label": 1}, r"jsonl:2: key input: the prompt is empty"),
-        ({"input": 7, "label": 1}, r"jsonl:2: key input must be text, got int"),
-        ({"input": [], "label": 1}, r"jsonl:2: key input must be text, got list"),
+        ({"input": 7, "label": 1}, r"jsonl:2: key input: got int, expected text \(chat"),
+        ({"input": [], "label": 1}, r"jsonl:2: key input: got list, expected text \(chat"),
         ({**LINE, "metadata": 3}, r"jsonl:2: key metadata must be an object, got int"),
         (
             {"input": "one two three four", "label": 1},
@@ -173,8 +173,10 @@ def test_prompts_that_are_too_long_are_dropped_and_told_of_once(tmp_path):
     path, notes = jsonl(tmp_path, LINE, {"input": "a b c d e"}, {"input": "a b c d"}, LINE), []
     limit = (3, "the limit's name")
     assert [prompt.index for prompt in load(path, notes=notes, limit=limit)] == [0, 3]
-    assert notes == [f"{path}: dropped 2 of 4 prompts above 3 tokens (the limit's name; longest 5)"]
-    with pytest.raises(ValueError, match="all 2 prompts are above 3 tokens"):
+    first = f"{path}:2: the prompt has 5 tokens, at most 3 fit (the limit's name)"
+    dropped = f"{path}: dropped 2 of 4 prompts, which are too long; the first: {first}"
+    assert notes == [dropped]
+    with pytest.raises(ValueError, match="drops all of 2 prompts, which are too long"):
         load(path, rows=(1, 3), notes=notes, limit=limit)
 
 
@@ -193,7 +195,7 @@ def test_the_chat_template_gets_its_variables_and_the_tools_of_a_row(tmp_path):
     assert texts[0] == texts[1]
     assert texts[0].endswith(f"thinking=False tools={json.dumps(tools)}")
     assert texts[2] == texts[3] and texts[2].endswith("tools=null")
-    with pytest.raises(ValueError, match="jsonl:1: key tools must be a list of tools, got dict"):
+    with pytest.raises(ValueError, match="jsonl:1: key tools: got dict, expected a list of tools"):
         load(jsonl(tmp_path, {**LINE, "tools": {}}), **options)
 
 
@@ -201,18 +203,21 @@ def test_messages_of_parquet_lack_the_fields_that_only_others_have(tmp_path):
     import pyarrow
     import pyarrow.parquet
 
-    calls = {"role": "assistant", "content": None, "tool_calls": ["f"]}
-    row = {"input": [{"role": "user", "content": "hi"}, calls]}
+    call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+    answer = {"role": "assistant", "content": None, "tool_calls": [call]}
+    result = {"role": "tool", "content": "2"}
+    row = {"input": [{"role": "user", "content": "hi"}, answer, result]}
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "p.parquet")
     seen = []
 
     class Records(WordTokenizer):
         def apply_chat_template(self, conversation, **options):
-            seen.extend(conversation)
-            return "text"
+            seen[:] = conversation
+            return "hi f 2"
 
     load(tmp_path / "p.parquet", Records(), apply_chat_template=True)
-    assert seen == [{"role": "user", "content": "hi"}, calls]
+    table = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    assert seen == [row["input"][0], {**answer, "content": "", "tool_calls": [table]}, result]
 
 
 def test_a_chat_template_that_fails_names_the_line(tmp_path):

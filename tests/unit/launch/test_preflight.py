@@ -498,7 +498,7 @@ def test_prompts_that_are_too_long_are_dropped_with_a_warning(tiny, tmp_path):
     result = start(tiny, *flags)
     assert result.exit_code == 0, result.output
     assert (
-        "dropped 1 of 2 prompts above 32 tokens (rollout_max_prompt_len 32; longest 40)"
+        f"dropped 1 of 2 prompts, which are too long; the first: {prompts[1]}:1: the prompt has 40 tokens"
         in words(result)
     )
     assert "first prompt (prompts.jsonl:2, " in result.output
