@@ -149,7 +149,8 @@ class AsyncLoop:
                 error.sampled or not self.config.rollout.colocate
             ):
                 what = "a server does not compute what the actor computes"
-                if error.sampled:  # nobody knows which answers are that server's
+                # nobody knows which answers are that server's; behind the last rollout all are trained
+                if error.sampled and error.version < self.config.rollout.num_rollout:
                     self.run_state.put_back()
                 self.run_state.save_failed(
                     error.version, str(error), what, keeps_samples=not error.sampled

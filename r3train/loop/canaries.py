@@ -153,10 +153,10 @@ class Canaries:
                 more = max(_NOISE_TEXTS, self._count) - len(texts)
                 if more > 0:
                     texts += self.rank_zero.engines.canary_texts(more, self._longest)
-                readings = [
-                    self._ask(texts, version, at_once=at_once, reading=i)()[0]
-                    for i, at_once in enumerate(_BATCHES)
-                ]
+                readings = []
+                for i, at_once in enumerate(_BATCHES):
+                    scores, _ = self._ask(texts, version, at_once=at_once, reading=i)()
+                    readings.append(scores)
                 self._begun = texts, readings
         if not self.config.rollout.colocate:  # else in the actor's first turn
             self._measure(version)

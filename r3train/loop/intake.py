@@ -97,9 +97,8 @@ class Intake:
             if recovery.fatal is not None:
                 raise recovery.fatal
             batch_size = self.config.rollout.rollout_batch_size
-            if (
-                self.update.canaries is not None
-            ):  # before a rollout is taken, which a failure would lose
+            # before a rollout is taken, which a failure would lose
+            if self.update.canaries is not None:
                 self.update.canaries.wait()
             groups = self.rank_zero.next_groups(self._source, rollout_id, batch_size)
             self.update.turns.servers_offload(self._source)

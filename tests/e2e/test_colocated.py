@@ -168,8 +168,8 @@ def test_a_colocated_server_without_the_update_ends_the_run_before_its_samples_a
 ):
     saved = tmp_path / "ck"
     flags = [*tiny_flags, *COLOCATED, "--save", str(saved), "--save-interval", "1"]
-    flags += ["--lr-warmup-iters", "0", "--plant-bug", "weights_frozen", "--num-rollout", "4"]
-    job = jobs.run(tmp_path / "run", *flags)
+    flags += ["--lr-warmup-iters", "0", "--num-rollout", "4", "--auto-resume"]
+    job = jobs.run(tmp_path / "run", *flags, "--plant-bug", "weights_frozen")
     assert job.code != 0
     text = " ".join(job.output.split())
     assert "not served: MOVED: server 0, weight version 1" in text, text
@@ -177,6 +177,10 @@ def test_a_colocated_server_without_the_update_ends_the_run_before_its_samples_a
     assert first["r3/passed"] and first["served/passed"]
     assert second["served/passed"] is False and "train/loss" not in second
     assert pointer(saved) == 1  # as it was saved before the update
+    # samples of such a server are not kept: a run that goes on generates them again
+    resumed = jobs.run(tmp_path / "resumed", *flags)
+    assert resumed.code == 0, resumed.output
+    assert [m["step"] for m in resumed.metrics()] == [1, 2, 3]
 
 
 # where every push is tested, the test above holds its numbers against those of a job that learns apart
