@@ -458,7 +458,7 @@ class EngineControl:
         """Let a server score a text from its first token on, after twice from its middle on with ``halves``; see ``begin``.
 
         key: the cache key of this text alone, by which nothing else can fill or use the cache.  routes: None where
-        servers return none.  new_tokens: that the server draws greedily after the whole text.
+        servers return none.  new_tokens: that the server samples greedily after the whole text.
         """
         rows_from, keys = None if routes is None else 0, [key]
         whole = GivenText(token_ids, _CANARY, rows_from=rows_from, adapter=adapter)

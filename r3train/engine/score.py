@@ -39,7 +39,7 @@ class GivenText:
     rows_from: int | None = None  # the first row of routes; None: none are asked for
     cache_key: str | None = None  # None: the cache of all other requests
     adapter: str | None = None
-    new_tokens: int = 0  # to be drawn greedily, an end-of-text token among them or not
+    new_tokens: int = 0  # sampled greedily after it, also past an end-of-text token
 
     def body(self, rid: str) -> dict[str, Any]:
         """Return the JSON of the request under this id."""
