@@ -14,8 +14,8 @@ from tests.e2e.test_docs_commands import run
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.ci, pytest.mark.timeout(600)]
 PAGE = jobs.ROOT / "docs/guide/data_and_rewards.md"
 EPISODE = re.compile(
-    r'<tool_call>\{"name": "search", "arguments": \{"query": "\w+"\}\}</tool_call>'
-    r"<tool>(\w+) [\w ]+\.<assistant>\\boxed\{\1\}"
+    r'<tool_call>\{"name": "search", "arguments": \{"query": "\w+"\}\}</tool_call><eos>'
+    r"<tool>(\w+) [\w ]+\.<eos><assistant>\\boxed\{\1\}"
 )
 
 

@@ -179,12 +179,13 @@ value = 3
 
 
 def late(function):
-    """A function that misbehaves while a job runs: on the first prompt, which is tried before, it does not."""
+    """A function that misbehaves while a job runs: the trial before it scores samples 0 alone."""
 
-    def on_others(prompt, text, ids):
-        return 1.0 if prompt.index == 0 else function(prompt, text, ids)
+    def after_the_trial(sample):
+        response = sample.token_ids[sample.prompt_len :]
+        return 1.0 if sample.sample_id == 0 else function(sample.prompt, sample.text, response)
 
-    return on_others
+    return after_the_trial
 
 
 late_fails, late_exits, late_floods = late(fails), late(exits), late(floods)
