@@ -56,6 +56,8 @@ _LEAST_OFF, _LEAST_OFF_HALF = 1e-6, 1e-3
 _MOST_TIMES, _SHARE_OF_NOTHING = 10.0, 1e-3
 # Below this share of differing rows log-probs behind one are not counted: it changes all that follow.
 _RARE = 0.01
+# nats that a log-prob which is no finite number is off by
+_NOT_FINITE = 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,6 +362,7 @@ def _log_probs_off(sample: RolloutSample, again: Rechecked) -> np.ndarray:
     """
     first, end = again.first_row + 1, len(again.token_ids)
     off = np.abs(again.log_probs.astype(np.float64) - sample.rollout_log_probs[first:end])
+    off[~np.isfinite(off)] = _NOT_FINITE
     return np.where(_generated_in_part(sample, again), off, np.nan)
 
 

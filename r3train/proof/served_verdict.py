@@ -363,6 +363,8 @@ def served_failures(record: ServedRecord) -> list[tuple[str, str]]:
                 f"it says what it said under version {earlier.version}, and the actor moved on"
                 f" {earlier.actor_moved:.0%} of the tokens since",
             )
+    if record.coverage.experts_used and not record.rows:
+        fail("ROUTER", "no row of the actor was compared with what its routers chose")
     if record.not_finite:
         fail("BOUND", f"{record.not_finite} tokens have no finite log-prob")
     return found

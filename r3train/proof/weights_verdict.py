@@ -53,7 +53,7 @@ def weights_records(
     records = []
     for server, checksums in held.items():
         names = sorted(checksums)
-        layout = _hash([layouts[server], *names])
+        layout = _hash([layouts[server]])
         others = first.setdefault(layout, checksums)
         records.append(
             WeightsRecord(
@@ -64,7 +64,7 @@ def weights_records(
                 layout=layout,
                 tensors=len(names),
                 held=_hash([f"{name} {checksums[name]}" for name in names]),
-                unlike=[n for n in names if checksums[n] != others[n]][:_NAMED],
+                unlike=sorted({name for name, _ in checksums.items() ^ others.items()})[:_NAMED],
             )
         )
     return records
