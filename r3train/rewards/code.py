@@ -25,6 +25,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from r3train.rewards.reward import bad_label, Reward
 from r3train.types import Prompt, RolloutSample
 
@@ -37,6 +39,8 @@ _FILE_BYTES = 64 << 20
 _DIRECTORY_BYTES = 128 << 20
 # between two looks at them, where no file system of their own bounds them
 _LOOK_S = 0.25
+# times its limit that a program is waited for which gets no CPU
+_MOST_WAITED = 10
 # of what a program prints; more is no answer
 _OUTPUT_BYTES = 1 << 20
 # the first fence of a line: the fence, the language, the text up to the next such fence
@@ -199,9 +203,9 @@ def _calls(table: dict[str, Any], prompt: Prompt) -> str:
 
 def passes(program: str, tests: list[tuple[str | None, str, str | None]], timeout_s: float) -> bool:
     """True if a program passes all tests within ``timeout_s``; it stops at the first that fails."""
-    deadline = time.monotonic() + timeout_s
     for code, stdin_text, wanted in tests:
-        output = run_program(program, stdin_text, deadline - time.monotonic(), tests=code)
+        output, taken_s = _run(program, stdin_text, timeout_s, code)
+        timeout_s -= taken_s
         if output is None or wanted is not None and _lines(output) != _lines(wanted):
             return False
     return True
@@ -211,20 +215,25 @@ def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().split("\n")]
 
 
-def run_program(
-    program: str, stdin_text: str, timeout_s: float, *, tests: str | None = None
-) -> str | None:
-    """Run a Python program with ``given`` as its input, within the limits of docs/guide/data_and_rewards.md.
+def run_program(program: str, stdin_text: str, timeout_s: float) -> str | None:
+    """Run a Python program with ``stdin_text`` as its input, within the limits of docs/guide/data_and_rewards.md.
 
-    Returns its output if it, and the tests after it, came to their end in time, else None.
+    Returns its output if it came to its end in time, else None.  Time in which the machine did not run it does not count.
     """
+    return _run(program, stdin_text, timeout_s, None)[0]
+
+
+def _run(
+    program: str, stdin_text: str, timeout_s: float, tests: str | None
+) -> tuple[str | None, float]:
+    """The output of a program with tests after it, or None, and the seconds that it took."""
     if timeout_s <= 0:
-        return None
+        return None, 0.0
     apart = isolation()
     job = {"program": program, "tested": tests is not None}
     job |= {"cpu_s": int(timeout_s) + 1, "memory_bytes": _MEMORY_BYTES, "file_bytes": _FILE_BYTES}
     job["directory_bytes"] = _DIRECTORY_BYTES if _OWN_MOUNTS[0] in apart else None
-    deadline = time.monotonic() + timeout_s
+    began = time.monotonic()
     result, result_end = os.pipe()
     with (
         _directory() as directory,
@@ -257,11 +266,18 @@ def run_program(
         try:
             ends = select.poll()  # select() takes no descriptor above 1023
             ends.register(result, select.POLLIN)
-            fits, seconds_left = True, deadline - time.monotonic()
+            taken_s, cpu_s, looked, fits = 0.0, 0.0, began, True
             # a word, or the end of the process that could write it
-            while fits and seconds_left > 0 and not ends.poll(min(seconds_left, _LOOK_S) * 1000):
-                seconds_left = deadline - time.monotonic()
+            while not (ended := ends.poll(min(timeout_s - taken_s, _LOOK_S) * 1000 + 1)):
+                now, cpu_before = time.monotonic(), cpu_s
+                cpu_s, waits = _cpu_time(process.pid)
+                taken_s += min(now - looked, max(cpu_s - cpu_before, 0)) if waits else now - looked
+                looked = now
                 fits = job["directory_bytes"] is not None or _fits(directory)
+                if not fits or taken_s >= timeout_s or now - began > _MOST_WAITED * timeout_s:
+                    break
+            if ended:
+                taken_s += min(time.monotonic() - looked, _LOOK_S)
             fits = fits and (job["directory_bytes"] is not None or _fits(directory))
         finally:
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -271,8 +287,20 @@ def run_program(
         came_to_its_end = bool(result_file.read(1))
         output = os.pread(stdout.fileno(), _OUTPUT_BYTES + 1, 0)
     if not came_to_its_end or not fits or len(output) > _OUTPUT_BYTES:
-        return None
-    return output.decode(errors="replace")
+        return None, taken_s
+    return output.decode(errors="replace"), taken_s
+
+
+def _cpu_time(pid: int) -> tuple[float, bool]:
+    """The seconds of CPU of a process and of all below it, and whether one of them waits for a CPU or is stopped."""
+    seconds, waits = 0.0, False
+    with contextlib.suppress(psutil.NoSuchProcess):
+        root = psutil.Process(pid)
+        for process in (root, *root.children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                seconds += sum(process.cpu_times()[:4])
+                waits |= process.status() in (psutil.STATUS_RUNNING, psutil.STATUS_STOPPED)
+    return seconds, waits
 
 
 def _fits(directory: str) -> bool:

@@ -10,6 +10,8 @@ import socket
 import subprocess
 import sys
 import textwrap
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
@@ -263,3 +265,24 @@ def test_a_program_sees_none_of_our_environment(monkeypatch):
 def test_a_label_without_tests_is_refused_with_its_prompt(label):
     with pytest.raises(ValueError, match="p.jsonl:7: code needs a label of Python code"):
         Scorer(settings(**CODE)).check([sample(label=label).prompt])
+
+
+def test_a_program_is_not_blamed_for_time_in_which_nothing_runs_it(tmp_path):
+    there = tmp_path / "there"
+    program = f"import time\nopen({str(there)!r}, 'w').close()\nbegan = time.process_time()\n"
+    program += "while time.process_time() - began < 1: pass\nprint(3)"
+
+    def stop_it_for_8_s():
+        wait_for(there.exists)
+        started = psutil.Process().children(recursive=True)
+        for process in started:
+            process.suspend()
+        time.sleep(8)
+        for process in started:
+            process.resume()
+
+    with ThreadPoolExecutor() as threads:
+        stopped = threads.submit(stop_it_for_8_s)
+        tests = {"inputs": [""], "outputs": ["3"]}
+        assert reward_of(program, tests, reward_timeout_s=4.0) == 1.0
+        stopped.result()
