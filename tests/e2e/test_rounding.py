@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from tests.e2e import jobs
+from tests.e2e.scripted_agent import WAITS_FOR
 from tests.e2e.test_agents_in_every_mode import flags_of, use_template
 
 from r3train.audit.audit_run import audit_run
@@ -82,7 +83,8 @@ def test_a_run_is_resumed_on_a_server_that_rounds_otherwise(tmp_path, tiny_flags
 def test_agents_on_a_server_that_rounds_end_no_run(tmp_path):
     build(tmp_path, TinyOptions(), force=True)
     use_template(tmp_path / "model")
-    job = run(tmp_path / "run", flags_of(tmp_path), 30, ROUNDING_EPS=EPS)
+    waits_for = {WAITS_FOR: str(tmp_path / "run" / "metrics.jsonl")}
+    job = run(tmp_path / "run", flags_of(tmp_path), 30, ROUNDING_EPS=EPS, **waits_for)
     sound(job, 30)
 
 
