@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from rich.console import Console
+from rich.progress import track
 
 from r3train.chat.base import ChatRefused
 from r3train.config.data_settings import DataSection, PromptFile
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 _SHOWN_TOKENS, _SHOWN_TEXT = 64, 2000
 _UNKNOWN_SHARE = 0.1
 _BATCH = 256  # texts that are tokenised at once
+_SIZE_WITH_BAR = 4 << 20
 _PICTURES = ("image", "images", "video", "videos", "audio", "audios")
 
 
@@ -118,8 +121,8 @@ def read_rows(
 
     Rows that are too long are dropped, or refused, as ``data`` says.  Raises ValueError where none is left.
     """
-    rows, overlong, remarks, records = [], [], [], read_records(file)
-    while batch := list(islice(records, _BATCH)):
+    rows, overlong, remarks = [], [], []
+    for batch in _batches(file):
         for row, fault, odd in read(batch):
             remarks += odd
             if fault is None:
@@ -145,6 +148,23 @@ def read_rows(
         text, remedy = remark
         note(f"{file.path}: {text}, in {count:,} of the rows (first {first[remark]})", remedy)
     return rows
+
+
+def _batches(file: PromptFile) -> Iterable[list[Record]]:
+    """The records of a file, ``_BATCH`` at a time; behind a bar if it is large and a terminal looks on."""
+    records = read_records(file)
+    batches = iter(lambda: list(islice(records, _BATCH)), [])
+    console = Console(stderr=True)
+    if not console.is_terminal or not file.path.is_file():
+        return batches
+    if file.path.stat().st_size < _SIZE_WITH_BAR:
+        return batches
+    total = None  # what a parquet file has is compressed
+    if file.path.suffix != ".parquet":
+        with file.path.open("rb") as lines:
+            total = sum(1 for _ in islice(lines, file.start, file.stop)) / _BATCH
+    name = f"reading {file.path.name}"
+    return track(batches, name, total, console=console, transient=True)
 
 
 def _read_prompt(

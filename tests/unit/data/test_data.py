@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import io
 import json
 import re
+import sys
 
 import jinja2
 import numpy as np
@@ -85,6 +87,25 @@ def test_parquet_gives_the_same_prompts_as_jsonl(tmp_path):
         (p.text, p.label, p.metadata) for p in from_jsonl
     ]
     assert [p.prompt_id for p in from_parquet] == ["p.parquet:1", "p.parquet:2", "p.parquet:3"]
+
+
+def test_a_large_file_is_read_behind_a_bar_on_a_terminal_and_gives_the_same_prompts(
+    tmp_path, monkeypatch
+):
+    line = json.dumps({"input": "one two", "metadata": {"long": "x" * 9000}})
+    path = jsonl(tmp_path, *[line] * 600)
+    plain = load(path)
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    shown = load(path)
+    assert f"reading {path.name}" in sys.stderr.getvalue() and "100%" in sys.stderr.getvalue()
+    assert [p.prompt_id for p in shown] == [p.prompt_id for p in plain] and len(plain) == 600
+    with pytest.raises(ValueError, match="no such prompt file"):
+        load(tmp_path / "none.jsonl")
 
 
 def test_a_parquet_row_is_named(tmp_path):
