@@ -134,7 +134,10 @@ def read_header(file: Path) -> dict[str, TensorKind]:
     except OSError as error:
         raise ValueError(f"{file}: cannot be read: {error.strerror}") from None
     except SafetensorError as error:
-        raise ValueError(f"{file}: not a whole safetensors file, cut? {error}") from None
+        with open(file, "rb") as stream:
+            is_pointer = stream.read(23) == b"version https://git-lfs"
+        reason = "a pointer of git-lfs: git lfs pull" if is_pointer else f"cut? {error}"
+        raise ValueError(f"{file}: not a whole safetensors file, {reason}") from None
 
 
 def read_headers(directory: Path) -> dict[str, TensorKind]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from r3train.config import RunConfig
-from r3train.config.files import downloads_nothing
+from r3train.config.files import path_hint
 from r3train.config.hf_facts import HfModelFacts, read_hf_facts
 from r3train.cpu.torchvision_stub import declare_torchvision_ops
 from r3train.data.tokenizer import load_tokenizer
@@ -30,7 +30,7 @@ _WITHOUT_EFFECT = """
 def check_other_model(flag: str, path: Path, actor: HfModelFacts) -> None:
     """Raise ValueError unless ``path`` is a checkpoint of the actor's model (--ref-load, a teacher)."""
     if not path.is_dir():
-        raise ValueError(f"{flag}: {path}: no such checkpoint directory{downloads_nothing(path)}")
+        raise ValueError(f"{flag}: {path}: no such checkpoint directory{path_hint(path)}")
     try:
         hf = read_hf_facts(path)
         check_trainable(hf)

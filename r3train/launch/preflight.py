@@ -554,7 +554,8 @@ def check_external_server(
                 exact_boundaries=config.rollout.exact_boundaries,
             )
     except EngineError as error:
-        raise ValueError(f"{address}: does not answer as it should: {error}") from None
+        text = f"{address}: does not answer as it should: {error}; r3train serve starts a server"
+        raise ValueError(text) from None
 
 
 def check_server_split(config: RunConfig, hf: HfModelFacts) -> None:

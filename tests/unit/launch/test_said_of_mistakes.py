@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 
 import pytest
 from click.testing import CliRunner
 
 from r3train.cli import main
+from r3train.config.recipes import recipe_names
 from tests.unit.config.test_options import refused
-from tests.unit.launch.test_preflight import start
+from tests.unit.launch.test_preflight import ROOT, start
 
 # words after the required flags -> the end of the line; nothing is read
 WORDS = {
@@ -96,6 +99,44 @@ REFUSED: dict[str, tuple[tuple[str, ...], str | None, str]] = {
         None,
         "lr 5: a step of Adam moves every weight by about lr, expected below 1",
     ),
+    "Python's True": (
+        ("--config", "FILE"),
+        "[run]\nplot = True\n",
+        "FILE: not valid TOML: Invalid value (at line 2, column 8): plot = True (texts and paths stand in quotes;"
+        " switches are true and false)",
+    ),
+    "a key that is given twice": (
+        ("--config", "FILE"),
+        "[trainer]\nlr = 1e-3\nlr = 1e-4\n",
+        "FILE: not valid TOML: Cannot overwrite a value (at line 3, column 10): lr = 1e-4 (the key is given twice)",
+    ),
+    "a path of the shell": (
+        ("--hf-checkpoint", "~/model"),
+        None,
+        "~/model: no such checkpoint directory (hf_checkpoint); ~ and $NAME are not expanded here: write the whole"
+        " path",
+    ),
+    "a misspelt file of prompts": (
+        ("--prompt-data", "TINY/prompt.jsonl"),
+        None,
+        "TINY/prompt.jsonl: no such prompt file (prompt_data); did you mean PROMPTS?",
+    ),
+    "the directory above the model": (
+        ("--hf-checkpoint", "TINY"),
+        None,
+        "TINY/config.json: there is none; did you mean MODEL? (hf_checkpoint)",
+    ),
+    "the file of weights as the model": (
+        ("--hf-checkpoint", "MODEL/model.safetensors"),
+        None,
+        "MODEL/model.safetensors: no such checkpoint directory (hf_checkpoint); it is a file: name its directory",
+    ),
+    "a model without a chat template": (
+        ("--apply-chat-template",),
+        None,
+        "PROMPTS:1: the chat template fails: the checkpoint has none: take an Instruct checkpoint, or put a"
+        " chat_template.jinja into its directory",
+    ),
     "a misspelt key of an evaluation set": (
         ("--config", "FILE"),
         '[[eval.datasets]]\nname = "a"\npath = "p"\nn_sample = 3\n',
@@ -112,6 +153,7 @@ def test_a_dry_run_refuses_it_in_one_line(name, tiny, tmp_path):
         "PROMPTS": tiny / "prompts.jsonl",
         "MODEL": tiny / "model",
         "SAVED": tmp_path / "saved",
+        "TINY": tiny,
     }
     places["SAVED"].mkdir()
     (places["SAVED"] / "latest_checkpointed_iteration.txt").write_text("5")
@@ -185,6 +227,15 @@ def test_a_start_without_the_device_is_refused_before_the_server(
             "convert MODEL out",
             "MODEL: a model (it has a config.json), expected a checkpoint of --save",
         ),
+        (
+            "--config tiny_cpu train",
+            "No such option '--config'. Flags stand behind the command: r3train train --config ...",
+        ),
+        (
+            "estimate Qwen/Qwen3-30B-A3B",
+            "(r3train recipes lists them); r3train downloads nothing: hf download Qwen/Qwen3-30B-A3B --local-dir"
+            " models/Qwen3-30B-A3B.",
+        ),
     ],
 )
 def test_a_wrong_command_is_refused(words, said, tiny):
@@ -192,6 +243,28 @@ def test_a_wrong_command_is_refused(words, said, tiny):
     result = CliRunner().invoke(main, words.replace("MODEL", model).split())
     assert result.exit_code == 2
     assert result.output.rstrip().endswith(said.replace("MODEL", model))
+
+
+def test_a_configuration_of_windows_is_read(tiny, tmp_path):
+    recipe = (ROOT / "configs/tiny_cpu.toml").read_bytes()
+    (tmp_path / "notepad.toml").write_bytes(b"\xef\xbb\xbf" + recipe.replace(b"\n", b"\r\n"))
+    result = start(tiny, "--config", str(tmp_path / "notepad.toml"), "--dry-run")
+    assert result.exit_code == 0, result.output
+
+
+def test_a_pointer_of_git_lfs_is_named(tiny, tmp_path):
+    model = shutil.copytree(tiny / "model", tmp_path / "model")
+    (model / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\nsize 9\n")
+    result = start(tiny, "--hf-checkpoint", str(model), "--dry-run")
+    assert result.exit_code == 2
+    assert result.output.rstrip().endswith("safetensors file, a pointer of git-lfs: git lfs pull")
+
+
+def test_each_recipe_says_what_it_is_for():
+    shown = CliRunner(env={"COLUMNS": "80"}).invoke(main, ["recipes"]).output
+    assert all(len(line) <= 80 for line in shown.splitlines())
+    for name in recipe_names():
+        assert re.search(rf"^{name} +\S+ .*\w", shown, re.MULTILINE), name
 
 
 @pytest.mark.parametrize("flags, counted", [((), 2), (("--world-size", "4"), 4)])
