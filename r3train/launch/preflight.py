@@ -61,7 +61,7 @@ from r3train.launch.read_data import (
 from r3train.launch.agents import rehearse
 from r3train.launch.gpus import torchruns_number
 from r3train.launch.job import EvalData, Job, JobWarning
-from r3train.launch.limits import check_node, little_shared_memory
+from r3train.launch.limits import check_node, little_memory, little_shared_memory
 from r3train.launch.other_models import (
     check_other_model,
     check_served_teacher,
@@ -113,21 +113,23 @@ def preflight(
     for_all_ranks: bool = False,
     for_node: bool = True,
     starts: bool = True,
+    num_ranks: int | None = None,
 ) -> Job:
     """Check everything that can be checked before a server or an actor is built.
 
     The training command, its dry run and the doctor all come through here.  for_all_ranks: do too what
     one rank does for all: ask the servers of --rollout-external-engine-addrs, and let the reward look
     at the data.  for_node: read the data, which one rank of a node does for the others.  starts: False
-    where nothing will be written: another run in --run-dir is a warning then.
+    where nothing will be written: another run in --run-dir is a warning then.  num_ranks: of this node; unset,
+    torchrun's.
     Raises PreflightError with every fault that was found.
     """
-    checks = _Checks(config, world_size, for_all_ranks, for_node, starts)
+    checks = _Checks(config, world_size, for_all_ranks, for_node, starts, num_ranks)
     for check in (
         checks.settings,
         checks.directories,
-        checks.machine,
         checks.checkpoints,
+        checks.machine,
         checks.servers,
         checks.model,
         checks.tokenizer_and_environment,
@@ -146,9 +148,17 @@ class _Checks:
     """
 
     def __init__(
-        self, config: RunConfig, world_size: int, for_all_ranks: bool, for_node: bool, starts: bool
+        self,
+        config: RunConfig,
+        world_size: int,
+        for_all_ranks: bool,
+        for_node: bool,
+        starts: bool,
+        num_ranks: int | None,
     ) -> None:
         self.config, self.world_size = config, world_size
+        # unset and 0: this is no node of the job
+        self.num_ranks = num_ranks or torchruns_number("LOCAL_WORLD_SIZE", 0)
         self.for_all_ranks, self.for_node, self.starts = for_all_ranks, for_node, starts
         self.faults: list[tuple[str, str]] = []
         self.warnings = list(_warnings(config))
@@ -238,14 +248,18 @@ class _Checks:
                 self.warn(subject, text, "a new start there is refused")
 
     def machine(self) -> None:
-        """Check this node, where a job starts on it."""
-        if not (self.for_all_ranks and self.starts):
+        """Check this node; the doctor shows its memory by itself."""
+        if not self.for_all_ranks:
             return
         for lack in self.attempt("machine", check_node, self.config) or ():
             self.warn("machine", *lack)
-        num_ranks = torchruns_number("LOCAL_WORLD_SIZE", 0)  # unset: this is no node of the job
-        if num_ranks and (lack := little_shared_memory(num_ranks)):
+        if not (self.starts and self.num_ranks):
+            return
+        if lack := little_shared_memory(self.num_ranks):
             self.warn("shared memory", *lack)
+        arguments = (self.config, self.hf, self.world_size, self.num_ranks)
+        if self.hf is not None and (lack := self.attempt("machine", little_memory, *arguments)):
+            self.warn("memory", *lack)
 
     def checkpoints(self) -> None:
         """Read the checkpoints' facts; the ranks check the weights when they load them."""

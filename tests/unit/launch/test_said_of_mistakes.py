@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import socket
 
 import pytest
 from click.testing import CliRunner
@@ -12,7 +13,7 @@ from click.testing import CliRunner
 from r3train.cli import main
 from r3train.config.recipes import recipe_names
 from tests.unit.config.test_options import refused
-from tests.unit.launch.test_preflight import ROOT, start
+from tests.unit.launch.test_preflight import ROOT, start, words
 
 # words after the required flags -> the end of the line; nothing is read
 WORDS = {
@@ -217,6 +218,58 @@ def test_a_start_without_the_device_is_refused_before_the_server(
     result = start(tiny, *flags.split(), environment={"LOCAL_RANK": "0"})
     assert result.exit_code == 2, result.output
     assert result.output.rstrip().endswith(WARNED[flags].removeprefix("warning: "))
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+def test_a_tracker_that_cannot_start_is_known_before_anything_starts(
+    name, tiny, tmp_path, monkeypatch
+):
+    pytest.importorskip(name)
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
+    monkeypatch.setenv("HOME", str(tmp_path))  # no key of netrc
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.chdir(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        flags = {"wandb": (), "mlflow": ("--mlflow-tracking-uri", address)}[name]
+        flags = (f"--use-{name}", *flags)
+        refused = start(tiny, *flags, environment={"LOCAL_RANK": "0"})
+        assert refused.exit_code == 2, refused.output
+        assert refused.output.splitlines()[-1].startswith(f"Error: --use-{name}: ")
+        shown = start(tiny, *flags, "--dry-run")
+        assert shown.exit_code == 0, shown.output
+        assert shown.output.splitlines()[-1].startswith(f"warning: --use-{name}: ")
+        assert problems_of_the_doctor(tiny, *flags)[0].startswith(f"machine: --use-{name}: ")
+
+
+def problems_of_the_doctor(tiny, *flags: str) -> list[str]:
+    words = (
+        "doctor",
+        "--world-size",
+        "2",
+        "--json",
+        "--config",
+        str(ROOT / "configs/tiny_cpu.toml"),
+    )
+    files = ("--hf-checkpoint", str(tiny / "model"), "--prompt-data", str(tiny / "prompts.jsonl"))
+    result = CliRunner().invoke(main, [*words, *files, *flags])
+    found = json.loads(result.output[result.output.index("[\n") :])
+    return [f"{each['subject']}: {each['text']}" for each in found if each["level"] == "problem"]
+
+
+@pytest.mark.parametrize("flags", list(WARNED)[-2:])
+def test_the_doctor_names_what_a_start_refuses(flags, tiny, on_a_cpu):
+    (problem,) = problems_of_the_doctor(tiny, *flags.split())
+    assert f"warning: {problem.removeprefix('machine: ')}" in WARNED[flags]
+
+
+def test_a_start_that_the_hosts_memory_cannot_hold_is_refused(tiny):
+    ranks = {"LOCAL_WORLD_SIZE": "900000"}
+    said = r"the host has [\d.]+ GiB of memory free, about [\d.]+ TiB needed: fewer ranks"
+    refused = start(tiny, environment=ranks | {"LOCAL_RANK": "0"})
+    assert refused.exit_code == 2 and re.search(f"Error: {said}", words(refused)), refused.output
+    shown = start(tiny, "--dry-run", environment=ranks)
+    assert shown.exit_code == 0 and re.search(f"warning: {said}", words(shown)), shown.output
 
 
 @pytest.mark.parametrize(
