@@ -17,7 +17,7 @@ from r3train.engine.backend import EngineError
 from r3train.engine.key import engine_api_key
 from r3train.engine.teacher import ServedTeacher, TEACHER_KEY
 from r3train.families.checks import check_family
-from r3train.hf_checkpoint import check_tensors, read_transformers_config
+from r3train.hf_checkpoint import check_tensors, read_transformers_config, TensorKind
 
 # keys of config.json, or patterns of them, that change no log-prob of the actor; all others must be equal
 _WITHOUT_EFFECT = """
@@ -49,8 +49,8 @@ def check_other_model(flag: str, path: Path, actor: HfModelFacts) -> None:
             )
 
 
-def check_trainable(hf: HfModelFacts) -> list[str]:
-    """Return the names of a checkpoint's tensors.
+def check_trainable(hf: HfModelFacts) -> dict[str, TensorKind]:
+    """Return the tensors of a checkpoint by name.
 
     Raises ValueError for a family that nobody verified, and for a tensor too many or too few.
     """

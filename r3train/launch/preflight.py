@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -45,8 +45,9 @@ from r3train.engine.control import EngineControl
 from r3train.engine.flags import check_server_flags, server_fields
 from r3train.engine.key import engine_api_key
 from r3train.engine.refusals import refused
+from r3train.engine.server import check_served_class
 from r3train.environments.named_environments import begin_environment, get_environment, get_tools
-from r3train.hf_checkpoint import check_export, check_export_directory
+from r3train.hf_checkpoint import check_export, check_export_directory, TensorKind
 from r3train.launch.read_data import (
     JUDGE_KEY,
     check_longest_conversation,
@@ -282,6 +283,8 @@ class _Checks:
         if config.has_engines and not config.rollout.rollout_external_engine_addrs:
             self.attempt(SETTINGS, check_server_split, config, hf)
             self.attempt(SETTINGS, check_says_choices, config, hf)
+            if self.for_node:
+                self.attempt("checkpoint", check_served_class, hf.path)
         if visible_gpus() and has_sinks(hf.model_type):
             with suppress(PackageNotFoundError):  # which check_layers_here has said
                 engine = version("transformer_engine")
@@ -289,11 +292,11 @@ class _Checks:
         if visible_gpus() and has_linear_attention(hf.model_type):
             self.attempt(SETTINGS, check_linear_kernels, hf.model_type)
         self.attempt(SETTINGS, check_adapter, config.lora, hf)
-        names: Iterable[str] = ()
+        kinds: Mapping[str, TensorKind] = {}
         if self.for_node:
             # reads the headers of all weights, of which a large checkpoint has hundreds of files
-            names = self.attempt("checkpoint", check_trainable, hf) or ()
-        self.warnings += _model_warnings(config, hf, names)
+            kinds = self.attempt("checkpoint", check_trainable, hf) or {}
+        self.warnings += _model_warnings(config, hf, kinds)
         if not self.for_node:
             return
         if config.model.ref_load is not None:
@@ -508,6 +511,19 @@ def _warnings(config: RunConfig) -> Iterator[JobWarning]:
         yield JobWarning("configuration", text, remedy)
     for text in algorithm_warnings(config):
         yield JobWarning("configuration", text, "r3train docs algorithms has them all")
+    checkpoint, rollout, data = config.checkpoint, config.rollout, config.data
+    if rollout.num_rollout > 100 and not (checkpoint.save or checkpoint.debug_rollout_only):
+        text = f"{rollout.num_rollout:,} rollouts and no checkpoint: what ends the run loses all"
+        yield JobWarning("configuration", text, "add --save DIRECTORY")
+    by_group = config.trainer.update_weight_transfer_mode == "distributed"
+    if rollout.colocate and by_group and not config.serves_adapters:
+        text = "--colocate sends all weights over a process group to servers on the same GPUs"
+        yield JobWarning(
+            "configuration", text, "--update-weight-transfer-mode shared_memory is faster"
+        )
+    if data.custom_rm_path is not None and data.rm_type is not None:
+        text = f"{data.custom_rm_path} scores the answers, and rm_type {data.rm_type} does not"
+        yield JobWarning("reward", text, "leave one of the two out")
 
 
 def _reward_warnings(rewards: Iterable[Scorer]) -> Iterator[JobWarning]:
@@ -517,9 +533,13 @@ def _reward_warnings(rewards: Iterable[Scorer]) -> Iterator[JobWarning]:
 
 
 def _model_warnings(
-    config: RunConfig, hf: HfModelFacts, names: Iterable[str]
+    config: RunConfig, hf: HfModelFacts, kinds: Mapping[str, TensorKind]
 ) -> Iterator[JobWarning]:
-    """Warn of what a run of this model leaves out; names: those of its checkpoint's tensors."""
+    """Warn of what a run of this model leaves out or widens; kinds: its checkpoint's tensors by name."""
+    narrow = sum(kind.dtype == "bfloat16" for kind in kinds.values())
+    if narrow > len(kinds) / 2 and not config.model.bf16:
+        text = "the checkpoint is in bfloat16 and will train in float32, with twice the memory"
+        yield JobWarning("model", text, "add --bf16")
     if hf.is_moe and not (config.replay.use_rollout_routing_replay or config.learns_conversations):
         text = "mixture of experts without R3: rollout and trainer will choose different experts"
         yield JobWarning("model", text, "add --use-rollout-routing-replay")
@@ -533,7 +553,7 @@ def _model_warnings(
                 "configuration", text, "r3train docs lora says which targets PEFT reads whole"
             )
     parts = untrained_parts(hf)
-    if parts is None and any(name.startswith("mtp.") for name in names):
+    if parts is None and any(name.startswith("mtp.") for name in kinds):
         parts = (
             "layers of multi-token prediction (mtp.*) are neither served nor trained nor exported"
         )

@@ -9,6 +9,7 @@ import socket
 
 import pytest
 from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
 
 from r3train.cli import main
 from r3train.config.recipes import recipe_names
@@ -189,6 +190,10 @@ WARNED = {
     " all weights and 1e-5 to 1e-4 for adapters",
     "--rollout-batch-size 1000": "warning: a rollout of 1,000 prompts (--rollout-batch-size) takes each of"
     " the 64 prompts 15.6 times: lower it, or give more prompts",
+    "--num-rollout 5000": "warning: 5,000 rollouts and no checkpoint: what ends the run loses all: add --save"
+    " DIRECTORY",
+    "--colocate --max-weight-staleness 0": "warning: --colocate sends all weights over a process group to servers"
+    " on the same GPUs: --update-weight-transfer-mode shared_memory is faster",
     "--distributed-backend nccl": "warning: --distributed-backend nccl needs CUDA devices, and none is"
     " visible here: take auto, or gloo on a CPU",
     "--attention-backend te": "warning: --attention-backend te needs transformer_engine, which is not"
@@ -296,6 +301,38 @@ def test_a_wrong_command_is_refused(words, said, tiny):
     result = CliRunner().invoke(main, words.replace("MODEL", model).split())
     assert result.exit_code == 2
     assert result.output.rstrip().endswith(said.replace("MODEL", model))
+
+
+@pytest.mark.parametrize("given", [None, [], ["Qwen3MoeModel"]])
+def test_a_class_that_no_server_has_is_answered_with_the_familys(given, tiny, tmp_path):
+    model = shutil.copytree(tiny / "model", tmp_path / "model")
+    content = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**content, "architectures": given}))
+    result = start(tiny, "--hf-checkpoint", str(model), "--dry-run")
+    assert result.exit_code == 2, result.output
+    assert result.output.rstrip().endswith('write "architectures": ["Qwen3MoeForCausalLM"]')
+
+
+def test_a_bfloat16_checkpoint_that_trains_in_float32_is_a_warning(tiny, tmp_path):
+    model = shutil.copytree(tiny / "model", tmp_path / "model")
+    weights = load_file(model / "model.safetensors")
+    narrow = {name: tensor.bfloat16() for name, tensor in weights.items()}
+    save_file(narrow, model / "model.safetensors", metadata={"format": "pt"})
+    flags, said = ("--hf-checkpoint", str(model), "--dry-run"), "and will train in float32"
+    assert said in start(tiny, *flags).output.splitlines()[-1]
+    assert said not in start(tiny, *flags, "--bf16").output
+
+
+def test_a_reward_of_ones_own_says_which_named_one_it_replaces(tiny):
+    shown = start(
+        tiny, "--custom-rm-path", "tests.unit.reward_functions:number", "--dry-run"
+    ).output
+    said = "reward_functions:number scores the answers, and rm_type accepted_words does not"
+    assert said in words_of_warnings(shown)
+
+
+def words_of_warnings(output: str) -> str:
+    return " ".join(line for line in output.splitlines() if line.startswith("warning: "))
 
 
 def test_a_configuration_of_windows_is_read(tiny, tmp_path):
