@@ -68,6 +68,7 @@ dev: $(DEV_STAMP)  ## Add the tools of tests and style to .venv
 $(CPU_STAMP):
 	@[ -n "$(PYTHON)" ] || { echo "Python 3.11 or 3.12 is needed: make PYTHON=/path/to/python3.11"; exit 1; }
 	@wanted=$$($(PYTHON) -c '$(PYTHON_VERSION)'); \
+	case "$$wanted" in 3.11|3.12) ;; *) echo "Python 3.11 or 3.12 is needed, $(PYTHON) is $$wanted"; exit 1;; esac; \
 	found=$$($(BIN)/python -c '$(PYTHON_VERSION)' 2>/dev/null || echo none); \
 	if [ "$$found" != "$$wanted" ] || ! head -3 $(BIN)/pip | grep -F "$(CURDIR)/$(BIN)/" >/dev/null; then \
 	    echo "making .venv with $(PYTHON) ($$wanted)"; \

@@ -9,7 +9,14 @@ r3train/launch/train.py.
 
 from __future__ import annotations
 
-from r3train.launch.train import as_rank, main
+try:
+    from r3train.launch.train import as_rank, main
+except ModuleNotFoundError as error:
+    if error.name != "click":
+        raise
+    raise SystemExit(
+        "Error: this python lacks r3train's packages: take .venv/bin/python, made by `make venv`"
+    )
 
 if __name__ == "__main__":  # writers of torch_dist checkpoints import this file again
     as_rank(main)

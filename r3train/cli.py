@@ -88,6 +88,14 @@ class LazyGroup(click.Group):
         module, _, attribute = SUBCOMMANDS[cmd_name][0].partition(":")
         return getattr(importlib.import_module(module), attribute)
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the words; a flag before the command is told where flags stand."""
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            error.message += " Flags stand behind the command: r3train train --config ..."
+            raise
+
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
@@ -146,8 +154,10 @@ def recipes() -> None:
     """List the recipes that --config knows by name, with one line each."""
     from r3train.config.recipes import recipe_line, recipe_names
 
+    width = min(shutil.get_terminal_size().columns, 120)
     for name in recipe_names():
-        click.echo(f"{name:28s}{recipe_line(name)}")
+        line = f"{name:28s}{recipe_line(name)}"
+        click.echo(textwrap.fill(line, width, subsequent_indent=" " * 28))
 
 
 def _is_run(name: str) -> bool:

@@ -134,7 +134,10 @@ def read_header(file: Path) -> dict[str, TensorKind]:
     except OSError as error:
         raise ValueError(f"{file}: cannot be read: {error.strerror}") from None
     except SafetensorError as error:
-        raise ValueError(f"{file}: not a whole safetensors file, cut? {error}") from None
+        with open(file, "rb") as stream:
+            is_pointer = stream.read(23) == b"version https://git-lfs"
+        reason = "a pointer of git-lfs: git lfs pull" if is_pointer else f"cut? {error}"
+        raise ValueError(f"{file}: not a whole safetensors file, {reason}") from None
 
 
 def read_headers(directory: Path) -> dict[str, TensorKind]:
@@ -167,15 +170,14 @@ def identity(directory: Path) -> str:
     return digest.hexdigest()
 
 
-def check_tensors(hf: HfModelFacts) -> list[str]:
-    """Return the names of a checkpoint's tensors, those that ``is_trained`` leaves out too.
+def check_tensors(hf: HfModelFacts) -> dict[str, TensorKind]:
+    """Return a checkpoint's tensors by name, those that ``is_trained`` leaves out too.
 
     Raises ValueError for a tensor that the actor would not train, for one that is missing, and for one
     of another shape than config.json has it, or without a fraction.  No weight is read.
     """
     kinds = read_headers(hf.path)
-    names = list(kinds)
-    trained = {name for name in names if is_trained(name, hf)}
+    trained = {name for name in kinds if is_trained(name, hf)}
     shapes = tensor_shapes(hf)
     for wrong, words in (
         (
@@ -202,7 +204,7 @@ def check_tensors(hf: HfModelFacts) -> list[str]:
             f"{hf.path}: {name} is {kinds[name].dtype}, expected one of {', '.join(_TRAINED_DTYPES)}:"
             " convert the checkpoint first (r3train docs models tells how)"
         )
-    return names
+    return kinds
 
 
 class WeightIndex:

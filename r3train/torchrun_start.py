@@ -53,6 +53,8 @@ def leave_errors_to_the_ranks() -> None:
             line = unspoken(error)
         elif hasattr(error, "sigval"):
             line = f"torchrun was stopped by {error.sigval.name}"
+        elif kind.__name__ == "DistNetworkError":
+            line = f"Error: torchrun's ranks cannot meet: {str(error).splitlines()[0]}"
         else:
             shown(kind, error, traceback)
             return
@@ -84,7 +86,9 @@ def unspoken(error: Any) -> str | None:
     for rank, failure in error.failures.items():
         code = failure.exitcode
         if code < 0 and -code != signal.SIGTERM:
-            return f"rank {rank} (process {failure.pid}) was ended by {signal.Signals(-code).name}"
+            line = f"rank {rank} (process {failure.pid}) was ended by {signal.Signals(-code).name}"
+            hint = ": often the kernel, out of memory (dmesg)"
+            return line + hint * (-code == signal.SIGKILL)
         spoken = spoken or code == _USAGE_ERROR or os.path.isfile(failure.error_file)
     if spoken:
         return None

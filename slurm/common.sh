@@ -30,7 +30,6 @@ CONFIG=${CONFIG:-configs/tiny_cpu.toml}
 RUN_DIR=${RUN_DIR:-$R3TRAIN_ROOT/runs/slurm-${SLURM_JOB_ID:?}}
 # a relative one is below the checkout; no symbolic link is followed
 RUN_DIR=$(cd "$R3TRAIN_ROOT" && realpath -ms -- "$RUN_DIR")
-NPROC_PER_NODE=${NPROC_PER_NODE:-2}
 # the tensor-parallel size of each SGLang server; unset, the recipe's
 GPUS_PER_SERVER=${GPUS_PER_SERVER:-}
 SAVE_INTERVAL=${SAVE_INTERVAL:-20}
@@ -83,6 +82,8 @@ use_container() {
 # GPUs of this node, and so of every node; 0 if Slurm knows of none
 node_gpus=${SLURM_GPUS_ON_NODE:-${SLURM_GPUS_PER_NODE:-0}}
 node_gpus=${node_gpus##*:} # h100:8
+# a rank for each GPU that no server beside the ranks takes; on cores alone 2
+NPROC_PER_NODE=${NPROC_PER_NODE:-$((node_gpus ? node_gpus - ${own_gpus:-0} : 2))}
 # On cores alone ranks and servers take one thread each.  On GPUs torchrun says so, and a rank whose Adam is on
 # the host takes its share of the cores, unless this is set.
 ((node_gpus)) || export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}

@@ -6,6 +6,7 @@ one's own, a FIFO that nobody writes to, or a link to /dev/zero.
 
 from __future__ import annotations
 
+import difflib
 import errno
 import os
 import re
@@ -30,6 +31,11 @@ _TOKEN = re.compile(
 )
 # a line of ours with a whole answer and its prompt is below 1 MiB
 MAX_LINE_BYTES = 64 << 20
+# in tomllib's words -> a remedy
+_TOML_HINTS = {
+    "Invalid value": " (texts and paths stand in quotes; switches are true and false)",
+    "Cannot overwrite": " (the key is given twice)",
+}
 _KINDS = {
     stat.S_IFIFO: "a FIFO",
     stat.S_IFCHR: "a device",
@@ -39,11 +45,17 @@ _KINDS = {
 }
 
 
-def downloads_nothing(path: Path, *, dataset: bool = False) -> str:
-    """Return what to add to "no such file" where ``path`` looks like a name of the Hugging Face hub, else "".
+def path_hint(path: Path, *, dataset: bool = False) -> str:
+    """Return what to add to "no such file": of ~ and $NAME, of a near name, of a name of the Hugging Face hub, else "".
 
     The pages' own directories and a directory that is here begin no such name.
     """
+    if str(path).startswith(("~", "$")):
+        return "; ~ and $NAME are not expanded here: write the whole path"
+    if path.parent.is_dir():
+        names = [file.name for file in path.parent.glob("*")]
+        if near := difflib.get_close_matches(path.name, names, 1, 0.8):
+            return f"; did you mean {path.with_name(near[0])}?"
     owner, _, name = str(path).partition("/")
     local = owner in _OUR_DIRECTORIES or Path(owner).is_dir() or path.suffix in _PROMPT_SUFFIXES
     if local or not _HUB_NAME.fullmatch(str(path)):
@@ -95,13 +107,18 @@ def read_toml(path: Path, *, follow: bool = False) -> dict[str, Any]:
 def parse_toml(content: bytes) -> dict[str, Any]:
     """Parse TOML; raises ValueError as ``read_toml`` does."""
     try:
-        text = content.decode()
+        text = content.decode("utf-8-sig")  # editors of Windows put a mark at the start
         _check_keys(text)
         return tomllib.loads(text)
     except RecursionError:
         raise ValueError("not valid TOML: nested too deeply for a configuration") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"not valid TOML: {error}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not valid TOML: {error}: save it as UTF-8") from None
+    except tomllib.TOMLDecodeError as error:
+        hint = next((hint for said, hint in _TOML_HINTS.items() if said in str(error)), "")
+        if place := re.search(r"at line (\d+)", str(error)):
+            hint = f": {text.split(chr(10))[int(place[1]) - 1].strip()[:80]}{hint}"
+        raise ValueError(f"not valid TOML: {error}{hint}") from None
     except ValueError as error:  # a number of thousands of digits
         raise ValueError(f"not valid TOML: {str(error).removeprefix('not valid TOML: ')}") from None
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from r3train.config.files import downloads_nothing, read_regular
+from r3train.config.files import path_hint, read_regular
 from r3train.types import RouteShape
 
 # a config.json has a few kilobytes
@@ -68,9 +68,11 @@ def read_hf_facts(path: Path | str) -> HfModelFacts:
     """
     directory = Path(path)
     if not directory.is_dir():
-        hint = downloads_nothing(directory)
+        hint = "; it is a file: name its directory" if directory.exists() else path_hint(directory)
         raise ValueError(f"{directory}: no such checkpoint directory (hf_checkpoint){hint}")
     file = directory / "config.json"
+    if not file.exists() and (below := sorted(directory.glob("*/config.json"))):
+        raise ValueError(f"{file}: there is none; did you mean {below[0].parent}? (hf_checkpoint)")
     reader = _Reader(file, load_model_config(directory))
     if "text_config" in reader.content and "num_hidden_layers" not in reader.content:
         raise ValueError(

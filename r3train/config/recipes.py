@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from r3train.config.files import path_hint
 from r3train.config.sources import ConfigError, nearest
 
 # configs/ of a checkout, which a wheel carries
@@ -22,8 +23,8 @@ def recipe_path(name_or_path: str | Path) -> Path:
     if recipe.parent == RECIPES and recipe.is_file():
         return recipe
     raise ConfigError(
-        f"{given}: no such file, and no recipe of this name (r3train recipes lists them)."
-        f"{nearest(str(given), recipe_names(), 0.6)}"
+        f"{given}: no such file, and no recipe of this name (r3train recipes lists them)"
+        f"{path_hint(given)}.{nearest(str(given), recipe_names(), 0.6)}"
     )
 
 
@@ -35,7 +36,8 @@ def recipe_names() -> list[str]:
 def recipe_line(name: str) -> str:
     """Return the first sentence of a recipe's leading comment."""
     words = []
-    for line in (RECIPES / f"{name}.toml").read_text(encoding="utf-8").splitlines():
+    lines = (RECIPES / f"{name}.toml").read_text(encoding="utf-8").splitlines()
+    for line in lines[lines[0].startswith("#:schema") :]:
         if not line.startswith("# "):
             break
         words += line[1:].split()

@@ -17,7 +17,7 @@ from rich.progress import track
 
 from r3train.chat.base import ChatRefused
 from r3train.config.data_settings import DataSection, PromptFile
-from r3train.config.files import downloads_nothing, require_regular
+from r3train.config.files import path_hint, require_regular
 from r3train.data.json_values import json_value, label_value
 from r3train.data.messages import NOTHING, left_out, messages_in, read_messages, read_tools
 from r3train.data.templates import ChatTemplate, RowTemplate, Tools
@@ -261,7 +261,7 @@ def read_records(file: PromptFile) -> Iterator[Record]:
     """Read the lines or rows of a file that count; raises ValueError naming file and line."""
     path = file.path
     if not path.exists():
-        hint = downloads_nothing(path, dataset=True)
+        hint = path_hint(path, dataset=True)
         raise ValueError(f"{path}: no such prompt file (prompt_data){hint}")
     try:
         require_regular(path, follow=True)

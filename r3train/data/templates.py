@@ -225,6 +225,11 @@ class ChatTemplate:
                 list(messages), add_generation_prompt=asks, tokenize=False, **arguments
             )
         except Exception as error:  # a template is a program: it may raise anything
+            if not self.tokenizer.chat_template:
+                error = ValueError(
+                    "the checkpoint has none: take an Instruct checkpoint, or put a chat_template.jinja into its"
+                    " directory"
+                )
             raise ValueError(f"{where}: the chat template fails: {error}") from error
 
 

@@ -126,18 +126,10 @@ def diagnose(
 
 def _of_config(config: RunConfig, node: Node) -> Findings:
     from r3train.config.hf_facts import read_hf_facts
-    from r3train.doctor import kernels, machine, memory, model_checks
-    from r3train.launch.limits import server_ports
+    from r3train.doctor import kernels, memory, model_checks
 
     yield from model_checks.check_job(config, node.world_size)
     with suppress(ValueError):  # check_job has said so
         hf = read_hf_facts(config.model.hf_checkpoint)
         yield from kernels.check_attention(config, hf, node.num_gpus)
-    host, ports = server_ports(config)
-    for port in ports:
-        yield from machine.check_port("SGLang", host, port)
-    if config.has_engines:
-        yield from machine.check_open_files(config.rollout.most_in_flight)
-    if config.has_engines and not config.rollout.rollout_external_engine_addrs:
-        yield from machine.check_sockets()
     yield from memory.check_room(config, node)

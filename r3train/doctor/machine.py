@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
@@ -17,10 +16,7 @@ from r3train.launch.estimate import amount
 from r3train.launch.limits import (
     Lack,
     SHARED_MEMORY,
-    few_files,
-    long_tmpdir,
     little_shared_memory,
-    needed_files,
     shared_memory_bytes,
     taken_port,
 )
@@ -188,16 +184,6 @@ def check_shared_memory(num_ranks: int) -> Findings:
         needed = f"the ranks need about {amount(shared_memory_bytes(num_ranks))}"
         text = f"{amount(shutil.disk_usage(SHARED_MEMORY).free)} are free, {needed}"
         yield _judged("shared memory", little_shared_memory(num_ranks), text)
-
-
-def check_open_files(num_requests: int) -> Findings:
-    """Every request in flight is a connection; a run raises its soft limit to the hard one."""
-    yield _judged("open files", few_files(num_requests), needed_files(num_requests))
-
-
-def check_sockets() -> Findings:
-    """A server's sockets are files in TMPDIR, and the kernel takes no long path for one."""
-    yield _judged("TMPDIR", long_tmpdir(), f"{tempfile.gettempdir()} is short enough for sockets")
 
 
 def check_port(subject: str, host: str, port: object) -> Findings:

@@ -21,6 +21,7 @@ from r3train.launch.estimate import (
     amount,
     evidence_bytes,
     evidence_text,
+    host_bytes,
     server_fraction,
     stages,
     training_checkpoint_bytes,
@@ -29,8 +30,6 @@ from r3train.launch.estimate import (
 from r3train.launch.gpus import server_gpus
 from r3train.launch.topology_search import MARGIN
 
-# of a rank or a server before it holds anything: torch, Megatron, SGLang
-PROCESS_BYTES = 1 << 29
 _HOST_MARGIN = 2 << 30
 
 
@@ -60,15 +59,7 @@ def check_room(config: RunConfig, node: Node) -> Findings:
     if config.r3_check_enabled and model.hf.is_moe:
         free = shutil.disk_usage(existing_parent(run_dir)).free
         yield from check_evidence(config, model, node.world_size, free)
-    host = {
-        "processes": (node.num_ranks + 1) * PROCESS_BYTES,
-        "KL references and teachers": fullest.held.reference * node.num_ranks,
-        "offloaded optimizers": fullest.held.offloaded * node.num_ranks,
-    }
-    if not node.num_gpus:
-        host |= {"ranks": fullest.total * node.num_ranks, "SGLang": 2 * weights}
-    if mode == "shared_memory":
-        host["weights for the servers"] = weights
+    host = host_bytes(config, model, fullest, node.num_ranks, bool(node.num_gpus))
     available = psutil.virtual_memory().available
     remedy = "fewer ranks, a smaller model, a machine with more memory, or end other programs"
     yield room("memory", "the host", available, host, remedy, margin=_HOST_MARGIN)

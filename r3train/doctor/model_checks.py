@@ -22,10 +22,6 @@ def check_job(config: RunConfig, world_size: int) -> Findings:
         yield from _warnings(error.warnings)
         for subject, text in error.faults:
             remedy = "fix the setting or the file that it names (r3train docs configuration)"
-            if subject.startswith("server "):
-                remedy = (
-                    "start it (r3train serve), or fix --rollout-external-engine-addrs or our key"
-                )
             yield problem(subject, text.strip(), remedy)
         return
     job.reward.close()

@@ -233,7 +233,10 @@ def log_probs_of(
             f"sample {name}: log-prob {at} is of token {named[at]}, token {at} is {token_ids[at]}"
         )
     if None in values:
-        raise ValueError(f"sample {name}: log-prob {values.index(None)} is None, expected a number")
+        raise ValueError(
+            f"sample {name}: log-prob {values.index(None)} is None, expected a number (the server's logits are NaN:"
+            " a weight of its checkpoint or of an update is not finite)"
+        )
     return np.array(values, dtype=np.float32)
 
 

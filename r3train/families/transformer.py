@@ -66,7 +66,7 @@ class Keys(dict[str, Any]):
     @property
     def num_experts(self) -> int:
         """The number of experts: transformers 5 saves Qwen's under Mixtral's key."""
-        return next(self[key] for key in EXPERT_KEYS if self.get(key))
+        return self[next(filter(self.get, EXPERT_KEYS), EXPERT_KEYS[0])]
 
 
 # fused steps of Transformer Engine's layers

@@ -37,6 +37,8 @@ _RECORD_BYTES, _RECORD_COMPRESSED = 750, 75
 _LINES_BYTES, _LINES_COMPRESSED = 300, 12
 # of the rows that a layer's experts get, at its peak next to what is kept
 _ROUTED_COPIES = 3.5
+# of a rank or a server before it holds anything: torch, Megatron, SGLang
+PROCESS_BYTES = 1 << 29
 # of a parameter whose optimizer is on the host (Adam and --bf16 only): weight, moments and gradient in float32
 OFFLOADED_BYTES = 16
 
@@ -213,6 +215,24 @@ def stages(config: RunConfig, model: Model, world_size: int) -> list[StageRanks]
             )
         )
     return found
+
+
+def host_bytes(
+    config: RunConfig, model: Model, fullest: StageRanks, num_ranks: int, on_gpus: bool
+) -> dict[str, float]:
+    """Bytes of a node's memory by what holds them, where ``num_ranks`` ranks and their servers run."""
+    weights = model.total.total * value_bytes(config)
+    own_servers = config.has_engines and not config.rollout.rollout_external_engine_addrs
+    host = {
+        "processes": (num_ranks + own_servers) * PROCESS_BYTES,
+        "KL references and teachers": fullest.held.reference * num_ranks,
+        "offloaded optimizers": fullest.held.offloaded * num_ranks,
+    }
+    if not on_gpus:
+        host |= {"ranks": fullest.total * num_ranks, "SGLang": 2 * weights * own_servers}
+    if own_servers and config.trainer.update_weight_transfer_mode == "shared_memory":
+        host["weights for the servers"] = weights
+    return host
 
 
 def value_bytes(config: RunConfig) -> int:

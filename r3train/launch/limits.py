@@ -1,4 +1,4 @@
-"""Ports, file descriptors and shared memory: what a start takes of its node.
+"""Ports, file descriptors, memory and trackers: what a start takes of its node.
 
 A check of one thing returns what is wrong and a remedy, or None.  ``check_node`` refuses a start with them, and
 the doctor reports them.
@@ -17,11 +17,16 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
+import psutil
+
 from r3train.config import RunConfig
+from r3train.config.hf_facts import HfModelFacts
 from r3train.config.sources import raise_all
 from r3train.cuda_environment import visible_gpus
 from r3train.engine.addresses import LOOPBACK
+from r3train.launch.estimate import amount, host_bytes, Model, stages
 from r3train.launch.gpus import torchruns_number
+from r3train.observe.sinks import tracker_lacks
 
 Lack = tuple[str, str]
 
@@ -57,7 +62,7 @@ def check_node(config: RunConfig) -> list[Lack]:
         lacks.append(taken_port(LOOPBACK, metrics_port))
     if config.has_engines:
         lacks.append(few_files(config.rollout.most_in_flight))
-    lacks += device_lacks(config)
+    lacks += [*device_lacks(config), *tracker_lacks(config)]
     refused = [no_port(port) for port in ports] if config.run.dry_run else lacks
     raise_all(f"{text}: {remedy}" for text, remedy in filter(None, refused))
     return [lack for lack in lacks if lack is not None]
@@ -168,3 +173,26 @@ def little_shared_memory(num_ranks: int) -> Lack | None:
         return None
     text = f"{SHARED_MEMORY} has {free >> 20:,} MiB, the ranks need about {needed >> 20:,} MiB"
     return text, "docker run --shm-size=16g, or mount a larger tmpfs"
+
+
+def little_memory(
+    config: RunConfig, hf: HfModelFacts, world_size: int, num_ranks: int
+) -> Lack | None:
+    """Hold what a node's ranks and their servers need of its memory against what is free.
+
+    Raises ValueError where a start here would need more than the node has at all.
+    """
+    try:
+        model = Model(hf, config.lora)
+        fullest = max(stages(config, model, world_size), key=lambda stage: stage.total)
+    except ValueError:  # which other checks refuse
+        return None
+    needed = sum(host_bytes(config, model, fullest, num_ranks, bool(visible_gpus())).values())
+    memory, swap = psutil.virtual_memory(), psutil.swap_memory()
+    if memory.available >= needed:
+        return None
+    text = f"the host has {amount(memory.available)} of memory free, about {amount(needed)} needed"
+    remedy = "fewer ranks, a smaller model, or a machine with more memory (r3train doctor)"
+    if needed > memory.total + swap.total and not config.run.dry_run:
+        raise ValueError(f"{text}: {remedy}")
+    return text, remedy

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from r3train.config import RunConfig
-from r3train.config.files import downloads_nothing
+from r3train.config.files import path_hint
 from r3train.config.hf_facts import HfModelFacts, read_hf_facts
 from r3train.cpu.torchvision_stub import declare_torchvision_ops
 from r3train.data.tokenizer import load_tokenizer
@@ -17,7 +17,7 @@ from r3train.engine.backend import EngineError
 from r3train.engine.key import engine_api_key
 from r3train.engine.teacher import ServedTeacher, TEACHER_KEY
 from r3train.families.checks import check_family
-from r3train.hf_checkpoint import check_tensors, read_transformers_config
+from r3train.hf_checkpoint import check_tensors, read_transformers_config, TensorKind
 
 # keys of config.json, or patterns of them, that change no log-prob of the actor; all others must be equal
 _WITHOUT_EFFECT = """
@@ -30,7 +30,7 @@ _WITHOUT_EFFECT = """
 def check_other_model(flag: str, path: Path, actor: HfModelFacts) -> None:
     """Raise ValueError unless ``path`` is a checkpoint of the actor's model (--ref-load, a teacher)."""
     if not path.is_dir():
-        raise ValueError(f"{flag}: {path}: no such checkpoint directory{downloads_nothing(path)}")
+        raise ValueError(f"{flag}: {path}: no such checkpoint directory{path_hint(path)}")
     try:
         hf = read_hf_facts(path)
         check_trainable(hf)
@@ -49,8 +49,8 @@ def check_other_model(flag: str, path: Path, actor: HfModelFacts) -> None:
             )
 
 
-def check_trainable(hf: HfModelFacts) -> list[str]:
-    """Return the names of a checkpoint's tensors.
+def check_trainable(hf: HfModelFacts) -> dict[str, TensorKind]:
+    """Return the tensors of a checkpoint by name.
 
     Raises ValueError for a family that nobody verified, and for a tensor too many or too few.
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -45,8 +45,9 @@ from r3train.engine.control import EngineControl
 from r3train.engine.flags import check_server_flags, server_fields
 from r3train.engine.key import engine_api_key
 from r3train.engine.refusals import refused
+from r3train.engine.server import check_served_class
 from r3train.environments.named_environments import begin_environment, get_environment, get_tools
-from r3train.hf_checkpoint import check_export, check_export_directory
+from r3train.hf_checkpoint import check_export, check_export_directory, TensorKind
 from r3train.launch.read_data import (
     JUDGE_KEY,
     check_longest_conversation,
@@ -61,7 +62,7 @@ from r3train.launch.read_data import (
 from r3train.launch.agents import rehearse
 from r3train.launch.gpus import torchruns_number
 from r3train.launch.job import EvalData, Job, JobWarning
-from r3train.launch.limits import check_node, little_shared_memory
+from r3train.launch.limits import check_node, little_memory, little_shared_memory
 from r3train.launch.other_models import (
     check_other_model,
     check_served_teacher,
@@ -113,21 +114,23 @@ def preflight(
     for_all_ranks: bool = False,
     for_node: bool = True,
     starts: bool = True,
+    num_ranks: int | None = None,
 ) -> Job:
     """Check everything that can be checked before a server or an actor is built.
 
     The training command, its dry run and the doctor all come through here.  for_all_ranks: do too what
     one rank does for all: ask the servers of --rollout-external-engine-addrs, and let the reward look
     at the data.  for_node: read the data, which one rank of a node does for the others.  starts: False
-    where nothing will be written: another run in --run-dir is a warning then.
+    where nothing will be written: another run in --run-dir is a warning then.  num_ranks: of this node; unset,
+    torchrun's.
     Raises PreflightError with every fault that was found.
     """
-    checks = _Checks(config, world_size, for_all_ranks, for_node, starts)
+    checks = _Checks(config, world_size, for_all_ranks, for_node, starts, num_ranks)
     for check in (
         checks.settings,
         checks.directories,
-        checks.machine,
         checks.checkpoints,
+        checks.machine,
         checks.servers,
         checks.model,
         checks.tokenizer_and_environment,
@@ -146,9 +149,17 @@ class _Checks:
     """
 
     def __init__(
-        self, config: RunConfig, world_size: int, for_all_ranks: bool, for_node: bool, starts: bool
+        self,
+        config: RunConfig,
+        world_size: int,
+        for_all_ranks: bool,
+        for_node: bool,
+        starts: bool,
+        num_ranks: int | None,
     ) -> None:
         self.config, self.world_size = config, world_size
+        # unset and 0: this is no node of the job
+        self.num_ranks = num_ranks or torchruns_number("LOCAL_WORLD_SIZE", 0)
         self.for_all_ranks, self.for_node, self.starts = for_all_ranks, for_node, starts
         self.faults: list[tuple[str, str]] = []
         self.warnings = list(_warnings(config))
@@ -238,14 +249,18 @@ class _Checks:
                 self.warn(subject, text, "a new start there is refused")
 
     def machine(self) -> None:
-        """Check this node, where a job starts on it."""
-        if not (self.for_all_ranks and self.starts):
+        """Check this node; the doctor shows its memory by itself."""
+        if not self.for_all_ranks:
             return
         for lack in self.attempt("machine", check_node, self.config) or ():
             self.warn("machine", *lack)
-        num_ranks = torchruns_number("LOCAL_WORLD_SIZE", 0)  # unset: this is no node of the job
-        if num_ranks and (lack := little_shared_memory(num_ranks)):
+        if not (self.starts and self.num_ranks):
+            return
+        if lack := little_shared_memory(self.num_ranks):
             self.warn("shared memory", *lack)
+        arguments = (self.config, self.hf, self.world_size, self.num_ranks)
+        if self.hf is not None and (lack := self.attempt("machine", little_memory, *arguments)):
+            self.warn("memory", *lack)
 
     def checkpoints(self) -> None:
         """Read the checkpoints' facts; the ranks check the weights when they load them."""
@@ -268,6 +283,8 @@ class _Checks:
         if config.has_engines and not config.rollout.rollout_external_engine_addrs:
             self.attempt(SETTINGS, check_server_split, config, hf)
             self.attempt(SETTINGS, check_says_choices, config, hf)
+            if self.for_node:
+                self.attempt("checkpoint", check_served_class, hf.path)
         if visible_gpus() and has_sinks(hf.model_type):
             with suppress(PackageNotFoundError):  # which check_layers_here has said
                 engine = version("transformer_engine")
@@ -275,11 +292,11 @@ class _Checks:
         if visible_gpus() and has_linear_attention(hf.model_type):
             self.attempt(SETTINGS, check_linear_kernels, hf.model_type)
         self.attempt(SETTINGS, check_adapter, config.lora, hf)
-        names: Iterable[str] = ()
+        kinds: Mapping[str, TensorKind] = {}
         if self.for_node:
             # reads the headers of all weights, of which a large checkpoint has hundreds of files
-            names = self.attempt("checkpoint", check_trainable, hf) or ()
-        self.warnings += _model_warnings(config, hf, names)
+            kinds = self.attempt("checkpoint", check_trainable, hf) or {}
+        self.warnings += _model_warnings(config, hf, kinds)
         if not self.for_node:
             return
         if config.model.ref_load is not None:
@@ -494,6 +511,19 @@ def _warnings(config: RunConfig) -> Iterator[JobWarning]:
         yield JobWarning("configuration", text, remedy)
     for text in algorithm_warnings(config):
         yield JobWarning("configuration", text, "r3train docs algorithms has them all")
+    checkpoint, rollout, data = config.checkpoint, config.rollout, config.data
+    if rollout.num_rollout > 100 and not (checkpoint.save or checkpoint.debug_rollout_only):
+        text = f"{rollout.num_rollout:,} rollouts and no checkpoint: what ends the run loses all"
+        yield JobWarning("configuration", text, "add --save DIRECTORY")
+    by_group = config.trainer.update_weight_transfer_mode == "distributed"
+    if rollout.colocate and by_group and not config.serves_adapters:
+        text = "--colocate sends all weights over a process group to servers on the same GPUs"
+        yield JobWarning(
+            "configuration", text, "--update-weight-transfer-mode shared_memory is faster"
+        )
+    if data.custom_rm_path is not None and data.rm_type is not None:
+        text = f"{data.custom_rm_path} scores the answers, and rm_type {data.rm_type} does not"
+        yield JobWarning("reward", text, "leave one of the two out")
 
 
 def _reward_warnings(rewards: Iterable[Scorer]) -> Iterator[JobWarning]:
@@ -503,9 +533,13 @@ def _reward_warnings(rewards: Iterable[Scorer]) -> Iterator[JobWarning]:
 
 
 def _model_warnings(
-    config: RunConfig, hf: HfModelFacts, names: Iterable[str]
+    config: RunConfig, hf: HfModelFacts, kinds: Mapping[str, TensorKind]
 ) -> Iterator[JobWarning]:
-    """Warn of what a run of this model leaves out; names: those of its checkpoint's tensors."""
+    """Warn of what a run of this model leaves out or widens; kinds: its checkpoint's tensors by name."""
+    narrow = sum(kind.dtype == "bfloat16" for kind in kinds.values())
+    if narrow > len(kinds) / 2 and not config.model.bf16:
+        text = "the checkpoint is in bfloat16 and will train in float32, with twice the memory"
+        yield JobWarning("model", text, "add --bf16")
     if hf.is_moe and not (config.replay.use_rollout_routing_replay or config.learns_conversations):
         text = "mixture of experts without R3: rollout and trainer will choose different experts"
         yield JobWarning("model", text, "add --use-rollout-routing-replay")
@@ -519,7 +553,7 @@ def _model_warnings(
                 "configuration", text, "r3train docs lora says which targets PEFT reads whole"
             )
     parts = untrained_parts(hf)
-    if parts is None and any(name.startswith("mtp.") for name in names):
+    if parts is None and any(name.startswith("mtp.") for name in kinds):
         parts = (
             "layers of multi-token prediction (mtp.*) are neither served nor trained nor exported"
         )
@@ -554,7 +588,8 @@ def check_external_server(
                 exact_boundaries=config.rollout.exact_boundaries,
             )
     except EngineError as error:
-        raise ValueError(f"{address}: does not answer as it should: {error}") from None
+        text = f"{address}: does not answer as it should: {error}; r3train serve starts a server"
+        raise ValueError(text) from None
 
 
 def check_server_split(config: RunConfig, hf: HfModelFacts) -> None:

@@ -73,7 +73,7 @@ def _start(
     with usage_errors():
         num_ranks = ranks_here(config, nproc_per_node, nnodes)
         if config.run.dry_run:
-            show_dry_run(config, num_ranks * nnodes)
+            show_dry_run(config, num_ranks * nnodes, num_ranks)
             return
         host, port = _meeting(nnodes, node_rank, rdzv_endpoint)
     flags = without(_OPTIONS, click.get_current_context().meta["words"])

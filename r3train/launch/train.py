@@ -75,9 +75,10 @@ def main(config: RunConfig) -> None:
                 server.stop()
 
 
-def show_dry_run(config: RunConfig, world_size: int) -> None:
+def show_dry_run(config: RunConfig, world_size: int, num_ranks: int | None = None) -> None:
     """Check the settings, and print them and what a run of ``world_size`` ranks would do.
 
+    num_ranks: of this machine, where it is known.
     With --estimate what is not there (weights, data, a server) is a line of the output.
     Raises PreflightError with every fault.
     """
@@ -88,7 +89,7 @@ def show_dry_run(config: RunConfig, world_size: int) -> None:
 
     job, missing, longest, warnings = None, [], None, ()
     try:
-        job = preflight(config, world_size, for_all_ranks=True)
+        job = preflight(config, world_size, for_all_ranks=True, num_ranks=num_ranks)
     except PreflightError as error:
         missing = error.outside_settings if config.run.estimate else []
         if not missing:

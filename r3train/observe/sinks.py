@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
@@ -16,6 +17,7 @@ from typing import Any
 
 from r3train.config.files import read_regular
 from r3train.config.run import RunConfig
+from r3train.config.tracker_settings import TrackersSection
 from r3train.observe.prometheus import PrometheusSink
 
 logger = logging.getLogger(__name__)
@@ -160,6 +162,41 @@ def check_trackers(config: RunConfig) -> None:
                 f"--use-{name}: {name} is not installed: pip install"
                 f" {'mlflow-skinny' if name == 'mlflow' else name}"
             )
+
+
+def tracker_lacks(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Yield why a tracker would not start, and a remedy: a key is lacking, or its server does not answer in time."""
+    for name, (reach, remedy) in _REACHED.items():
+        if getattr(config.trackers, f"use_{name}") and find_spec(name) is not None:
+            try:
+                reach(config.trackers)
+            except Exception as error:  # of the tracker's package
+                yield f"--use-{name}: {' '.join(str(error).split())}", remedy
+
+
+def _reach_wandb(trackers: TrackersSection) -> None:
+    import wandb
+
+    mode = trackers.wandb_mode or wandb.setup().settings.mode
+    if mode == "online" and not wandb.login(prompt=False, verify=True):
+        raise ValueError("there is no API key")
+
+
+def _reach_mlflow(trackers: TrackersSection) -> None:
+    uri = trackers.mlflow_tracking_uri or os.environ.get("MLFLOW_TRACKING_URI", "")
+    if uri.startswith("http"):
+        # MLflow's own limits are minutes
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+        from mlflow.tracking import MlflowClient
+
+        MlflowClient(uri).search_experiments(max_results=1)
+
+
+_REACHED = {
+    "wandb": (_reach_wandb, "wandb login, or --wandb-mode offline"),
+    "mlflow": (_reach_mlflow, "start its server, or fix --mlflow-tracking-uri"),
+}
 
 
 def open_sinks(config: RunConfig, run_dir: Path, resumed_from: Path | None) -> list[Sink]:

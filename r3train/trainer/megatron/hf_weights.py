@@ -6,6 +6,7 @@ shards to its tensor ranks; the first replica sends them to the others.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -111,12 +112,17 @@ class CheckpointTensors:
         return {name: shard for shard in shards for name in shard.keys()}
 
     def read(self, name: str, expert: int | None = None) -> torch.Tensor:
-        """Return a tensor, or its row of one expert; raises ValueError for a name that is not there."""
+        """Return a tensor, or its row of one expert.
+
+        Raises ValueError for a name that is not there, and for numbers that are not finite.
+        """
         if name not in self._file_of:
             raise ValueError(f"{self.directory}: {name} is missing")
-        if expert is None:
-            return self._file_of[name].get_tensor(name)
-        return self._file_of[name].get_slice(name)[expert]
+        file = self._file_of[name]
+        tensor = file.get_tensor(name) if expert is None else file.get_slice(name)[expert]
+        if not math.isfinite(tensor.sum(dtype=torch.float32)):  # a NaN or infinity stays in a sum
+            raise ValueError(f"{self.directory}: {name} holds NaN or infinite numbers")
+        return tensor
 
 
 def _whole(checkpoint: CheckpointTensors, hf: HfTensors) -> torch.Tensor:

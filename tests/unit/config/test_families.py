@@ -442,6 +442,11 @@ def test_a_size_that_config_json_does_not_say_is_refused(model_dir):
     assert "config.json: key moe_intermediate_size is missing" in refused(model_dir)
 
 
+def test_experts_under_an_unknown_key_are_refused(model_dir):
+    change(model_dir, num_local_experts=None, num_experts=None, experts=8)
+    assert "config.json: key num_experts is missing" in refused(model_dir)
+
+
 def cut(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-100])
 

@@ -103,7 +103,7 @@ CASES: dict[str, tuple[Callable[[Path], object] | dict, str, str, str]] = {
     "bad prompt": (bad_prompt, PROBLEM, "prompts", "jsonl:2"),
     "no R3": ({"use_rollout_routing_replay": False}, WARNING, "model", "experts without R3"),
     "full export directory": ({"save_hf": ROOT}, PROBLEM, "configuration", "--save-hf"),
-    "port above 65535": ({"sglang": {"port": 99999}}, PROBLEM, "SGLang", "99999 is no"),
+    "port above 65535": ({"sglang": {"port": 99999}}, PROBLEM, "machine", "99999 is no"),
     "run directory in a file": (
         {"run_dir": str(ROOT / "README.md/run")},
         PROBLEM,
@@ -191,7 +191,8 @@ def test_a_port_that_is_taken_is_found_until_it_is_free(tiny):
         assert f"port {port} of 127.0.0.1 is taken" in {
             f.text for f in worries(None, ports=(port,))
         }
-        assert "SGLang" in {f.subject for f in worries(config_of(tiny, sglang={"port": port}))}
+        taken = [f for f in worries(config_of(tiny, sglang={"port": port})) if str(port) in f.text]
+        assert [f.level for f in taken] == [PROBLEM]
     assert not worries(None, ports=(port,))
 
 
@@ -231,12 +232,6 @@ def test_disk_and_memory_are_problems_without_room_and_fine_with_it(tmp_path, mo
     assert levels == [PROBLEM, WARNING, OK]
 
 
-def test_open_files_that_the_hard_limit_does_not_allow_are_a_problem(monkeypatch):
-    monkeypatch.setattr("r3train.launch.limits.resource.getrlimit", lambda _: (256, 1024))
-    levels = [[f.level for f in machine.check_open_files(number)] for number in (500, 900)]
-    assert levels == [[OK], [PROBLEM]]
-
-
 def start_faults() -> list[tuple[str, str]]:
     """The faults that end a start of settings without files before anything has started."""
     with pytest.raises(PreflightError) as error:
@@ -252,7 +247,6 @@ def test_a_directory_is_too_long_for_sockets_where_the_kernel_refuses_theirs(
         directory = Path(short) / ("x" * (length - len(short) - 1))
         directory.mkdir()
         monkeypatch.setattr(tempfile, "tempdir", str(directory))
-        assert [f.level for f in machine.check_sockets()] == [OK if fits else PROBLEM]
         found = [line for _, line in start_faults() if str(directory) in line]
         assert [("TMPDIR" in line, "82" in line) for line in found] == [(True, True)] * (not fits)
         # as the server's guard and SGLang name them

@@ -250,6 +250,20 @@ def test_one_node_of_8_gpus_is_4_of_ranks_and_4_of_the_server_behind_them(tmp_pa
     assert after(ranks, "--sglang-tp-size") == "4"
 
 
+def test_a_node_has_a_rank_for_each_gpu_that_no_server_beside_them_takes(tmp_path):
+    for script, given, ranks in (
+        ("train_single_node", {"SLURM_GPUS_ON_NODE": "8"}, "8"),
+        ("train_single_node", {"SLURM_GPUS_ON_NODE": "8", "GPUS_PER_SERVER": "2"}, "6"),
+        ("train_single_node", {}, "2"),
+        ("train_multi_node", {"SLURM_GPUS_PER_NODE": "h100:8", "GPUS_PER_SERVER": "4"}, "8"),
+    ):
+        done, steps = render(tmp_path, script, nodes=2, **given)
+        assert done.returncode == 0, done.stderr
+        assert after(steps[-1], "--nproc-per-node") == ranks
+    done, steps = render(tmp_path, "train_single_node", SLURM_GPUS_ON_NODE="8", GPUS_PER_SERVER="8")
+    assert done.returncode == 2 and not steps and "NPROC_PER_NODE is 0" in done.stderr
+
+
 PAGES = (
     "Makefile",
     "README.md",

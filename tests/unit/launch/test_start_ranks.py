@@ -13,6 +13,7 @@ import tempfile
 
 import pytest
 from tests.unit.config.test_config import config
+from tests.unit.doctor_setups import ROOT
 
 from r3train.config import RunConfig
 from r3train.engine.server import free_port
@@ -121,6 +122,24 @@ def test_the_ranks_get_every_flag_but_the_launchers():
     ]
 
 
+def test_torchrun_at_a_taken_port_says_so_in_its_last_line():
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        port = str(held.getsockname()[1])
+        place = ("--master-addr", "127.0.0.1", "--master-port", port, "--nproc-per-node", "1")
+        program = (ROOT / "train_async.py", "--config", ROOT / "configs/tiny_cpu.toml")
+        command = [sys.executable, "-m", "torch.distributed.run", *place, *program]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == 1 and "cannot meet" in last and f"port: {port}" in last, done.stderr
+
+
+def test_a_python_without_the_packages_is_told_of_the_environment():
+    command = [sys.executable, "-S", ROOT / "train_async.py", "--config", "tiny_cpu"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "take .venv/bin/python" in done.stderr
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+
+
 RANK = """
 import json, os, signal, sys, time
 how, rank = sys.argv[1:], os.environ["RANK"]
@@ -169,7 +188,11 @@ def program(tmp_path, monkeypatch):
         (["speaks"], 1, ""),
         (["exits", "2"], 2, ""),  # a wrong setting, of which the rank has said a line
         (["exits", "3"], 3, r"rank 1 \(process \d+\) ended: exit code 3\n"),
-        (["dies"], 1, r"rank 1 \(process \d+\) was ended by SIGKILL\n"),
+        (
+            ["dies"],
+            1,
+            r"rank 1 \(process \d+\) was ended by SIGKILL: often the kernel, out of memory .*\n",
+        ),
     ],
 )
 def test_the_launcher_adds_a_line_only_where_no_rank_has_spoken(flags, code, line, program, capfd):
@@ -229,7 +252,11 @@ def test_a_port_that_is_taken_is_one_line(program, capfd):
         (["waits", "0"], 0, ""),
         (["waits", "143"], 143, ""),
         (["begins"], 143, "stopped by SIGTERM before the first step\n"),
-        (["stopped"], 1, r"rank \d \(process \d+\) was ended by SIGKILL\n"),
+        (
+            ["stopped"],
+            1,
+            r"rank \d \(process \d+\) was ended by SIGKILL: often the kernel, out of memory .*\n",
+        ),
     ],
 )
 def test_a_signal_reaches_the_ranks_whose_exit_code_is_the_commands(flags, code, said, program):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -27,6 +29,19 @@ def test_a_tensor_that_is_not_there_is_named(tmp_path):
     save_file({"norm": torch.ones(2)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=f"{tmp_path}: lm_head.weight is missing"):
         CheckpointTensors(tmp_path).read("lm_head.weight")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_weight_that_is_not_finite_is_named(bad, dtype, tmp_path):
+    experts = torch.full((3, 4, 2), torch.finfo(dtype).max / 1e3, dtype=dtype)
+    experts[1, 2, 0] = bad
+    save_file({"gate_up": experts}, tmp_path / "model.safetensors")
+    tensors = CheckpointTensors(tmp_path)
+    assert torch.equal(tensors.read("gate_up", 0), experts[0])
+    for expert in (None, 1):
+        with pytest.raises(ValueError, match=f"{tmp_path}: gate_up holds NaN or infinite numbers"):
+            tensors.read("gate_up", expert)
 
 
 def test_files_are_opened_at_the_first_read(tmp_path):
