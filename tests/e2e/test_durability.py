@@ -409,6 +409,21 @@ def test_a_signal_saves_and_exits_0_and_no_prompt_is_lost_or_trained_twice(tmp_p
     # complete samples of the buffer came through the restart: made before it, trained after it
     assert kept[0]
     trained_as_they_were(kept[0], dumped_samples(runs[1], (r["step"] for r in records)))
+    # with another reward those that wait are scored again
+    flags += [
+        "--num-rollout",
+        str(done + 3),
+        "--custom-rm-path",
+        "tests.unit.reward_functions:five_and_more",
+    ]
+    other = jobs.run(tmp_path / "other", *flags)
+    assert other.code == 0, other.output
+    assert "samples that wait are scored again: custom_rm_path was None" in other.output
+    samples = [
+        one for path in (tmp_path / "other/rollouts").iterdir() for one in read_samples(path)[0]
+    ]
+    assert len(samples) == 3 * 16 and {reward for _, reward in samples} <= {6.0, 7.0}
+    trained_as_they_were(kept[1], dumped_samples(tmp_path / "other", range(done, done + 3)))
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -44,11 +45,29 @@ CHANGED = {
         ("--no-rollout-shuffle",),
         "rollout_shuffle was True, is False",
     ),
+    "input_key": (
+        ("--input-key", "input"),
+        ("--input-key", "label"),
+        "input_key was 'input', is 'label'",
+    ),
     "prompt_files": (
         ("--prompt-data", "{prompts}@[0:2]"),
         ("--prompt-data", "{prompts}@[1:3]"),
         "prompt_files was [['prompts.jsonl', 0, 2, None]], is [['prompts.jsonl', 1, 3, None]]",
     ),
+}
+# a run with the template "one" -> its resume
+OF_TEMPLATES = {
+    "apply_chat_template": ((), ("--apply-chat-template",)),
+    "apply_chat_template_kwargs": (
+        ("--apply-chat-template",),
+        ("--apply-chat-template", "--apply-chat-template-kwargs", '{"end": "dog"}'),
+    ),
+    "tool_key": (
+        ("--apply-chat-template", "--tool-key", "one"),
+        ("--apply-chat-template", "--tool-key", "two"),
+    ),
+    "tokenizer": ((), ()),
 }
 
 
@@ -63,9 +82,8 @@ def facts(model, prompts, flags):
 
 def test_every_fact_is_compared(tiny, tmp_path):
     prompts = written(tmp_path)
-    assert {*CHANGED, "lora", "model", "prompt_data_sha256"} == {
-        *facts(tiny / "model", prompts, ())
-    }
+    apart = {"lora", "model", "prompt_data_sha256", *OF_TEMPLATES}
+    assert {*CHANGED, *apart} == {*facts(tiny / "model", prompts, ())}
 
 
 def test_a_resume_with_another_model_is_refused_before_anything_starts(tiny, tmp_path):
@@ -104,7 +122,32 @@ def test_a_resume_with_another_data_order_names_the_setting(key, tiny, tmp_path)
     assert same.exit_code == 0, same.output
     other = start(tiny, *common, *after)
     assert other.exit_code == 2
-    assert f"cannot resume with other settings of the data order: {said}. Start" in words(other)
+    assert (
+        f"cannot resume with other settings of the prompts or their order: {said}. Start"
+        in words(other)
+    )
+
+
+def with_template(model, directory, text):
+    """A copy of the model with another chat template."""
+    shutil.copytree(model, directory)
+    path = directory / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": text}))
+    return directory
+
+
+@pytest.mark.parametrize("key", OF_TEMPLATES)
+def test_a_resume_that_gives_the_model_other_tokens_names_the_setting(key, tiny, tmp_path):
+    prompts, text = written(tmp_path), "cat {{ messages[0].content }} {{ end or 'cat' }}{{ tools }}"
+    before, after = OF_TEMPLATES[key]
+    model = with_template(tiny / "model", tmp_path / "model", text)
+    saved(tmp_path / "saved", run=facts(model, prompts, before))
+    if key == "tokenizer":
+        model = with_template(tiny / "model", tmp_path / "other", text + "dog")
+    load = ("--load", str(tmp_path / "saved"), "--hf-checkpoint", str(model))
+    result = start(tiny, "--dry-run", "--prompt-data", str(prompts), *load, *after)
+    assert result.exit_code == 2 and "other settings of the prompts or their" in words(result)
+    assert f"order: {key} was " in words(result)
 
 
 def test_a_resume_with_prompts_of_another_content_is_refused(tiny, tmp_path):
