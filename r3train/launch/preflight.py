@@ -46,7 +46,7 @@ from r3train.engine.flags import check_server_flags, server_fields
 from r3train.engine.key import engine_api_key
 from r3train.engine.refusals import refused
 from r3train.environments.named_environments import begin_environment, get_environment, get_tools
-from r3train.hf_checkpoint import check_export, check_export_directory
+from r3train.hf_checkpoint import check_export, check_export_directory, rounded_tensors
 from r3train.launch.read_data import (
     JUDGE_KEY,
     check_longest_conversation,
@@ -528,6 +528,10 @@ def _model_warnings(
     if is_of_text_and_images(hf.model_type):
         text = f"{hf.model_type}: text alone is trained and served, its vision tower does not move"
         yield JobWarning("checkpoint", text, "an export has the tower as it was")
+    rounded = rounded_tensors(hf) if config.model.bf16 and names else []
+    if rounded:
+        text = f"{', '.join(rounded)}: in float32 on disk, and --bf16 rounds them"
+        yield JobWarning("checkpoint", text, "the servers get them so, and an export")
     rollout = config.rollout
     if not (hf.eos_token_ids or rollout.rollout_stop_token_ids or rollout.rollout_stop):
         text = "no eos_token_id in config.json or generation_config.json"
