@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from contextlib import suppress
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -430,8 +431,12 @@ class _Checks:
             first_reward=self.first_reward,
             agent_facts=self.agent_facts,
         )
-        self.attempt("checkpoints", resume_point, job)
+        point = self.attempt("checkpoints", resume_point, job)
         self._raise_faults([job])
+        if point.start_rollout_id == (last := self.config.rollout.num_rollout):
+            text = f"{last} of {last} rollouts were trained before: nothing is left to train"
+            warning = JobWarning("checkpoints", text, "--num-rollout counts the whole run")
+            job = replace(job, warnings=(*job.warnings, warning))
         return job
 
     def _raise_faults(self, opened: Iterable[Any]) -> None:

@@ -142,7 +142,12 @@ def check_adapters(config: RunConfig, path: Path) -> None:
 
 def _point(job: Job, path: Path) -> ResumePoint:
     check_adapters(job.config, path)
-    state = read_state(path)
+    state, last = read_state(path), job.config.rollout.num_rollout
+    if state["num_rollouts"] > last:
+        raise ValueError(
+            f"{path}: has trained {state['num_rollouts']} rollouts, and --num-rollout, which counts the whole"
+            f" run, is {last}"
+        )
     if job.prompt_file is not None:
         _check_facts(job, path, state.get("run", {}))
     _check_buffer(job.config, path / BUFFER_FILE)

@@ -92,6 +92,9 @@ def test_a_resumed_run_is_one_run_with_one_curve_and_one_evidence(tmp_path, repl
     assert [start.first_step for start in starts] == [0, 2]
     assert all(start.ranks == 2 and " --num-rollout " in start.command for start in starts)
     assert starts[1].command.endswith(" --auto-resume") and starts[0].time < starts[1].time
+    again = jobs.run(tmp_path / "run", *flags)
+    assert again.code == 0 and "nothing was trained: 3 of 3" in again.output
+    assert "nothing was trained" not in first.output
 
 
 # sets whose answers show each setting: one is sampled, three are greedy, each for another reason

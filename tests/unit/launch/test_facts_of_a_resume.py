@@ -150,6 +150,19 @@ def test_a_resume_that_gives_the_model_other_tokens_names_the_setting(key, tiny,
     assert f"order: {key} was " in words(result)
 
 
+def test_a_resume_that_has_nothing_left_to_train_says_so_and_one_of_fewer_rollouts_is_refused(
+    tiny, tmp_path
+):
+    prompts = written(tmp_path)
+    saved(tmp_path / "saved", run=facts(tiny / "model", prompts, ()))
+    flags = ("--dry-run", "--prompt-data", str(prompts), "--load", str(tmp_path / "saved"))
+    same, fewer, more = (start(tiny, *flags, "--num-rollout", n) for n in "324")
+    assert (same.exit_code, fewer.exit_code, more.exit_code) == (0, 2, 0)
+    assert "3 of 3 rollouts were trained before: nothing is left to train" in words(same)
+    assert "has trained 3 rollouts, and --num-rollout" in words(fewer)
+    assert "trained before" not in words(more)
+
+
 def test_a_resume_with_prompts_of_another_content_is_refused(tiny, tmp_path):
     prompts = written(tmp_path)
     saved(tmp_path / "saved", run=facts(tiny / "model", prompts, ()))
