@@ -204,6 +204,18 @@ def test_a_start_from_the_weights_alone_takes_no_samples_and_begins_at_rollout_0
     assert whole.start_rollout_id == 7 and len(whole.buffer(99)[0]) == 4
 
 
+def test_samples_of_another_environment_are_not_trained(tmp_path):
+    path = saved(tmp_path, 7, has_buffer=True).parent
+    for environment in ("calculator", None):
+        facts = {"episodes": {"environment": environment, "agent": None}}
+        write_samples(path / BUFFER_FILE, scored(routes=False), facts | {"groups": []})
+        if environment is None:
+            assert point(load=tmp_path).start_rollout_id == 7
+            continue
+        with pytest.raises(ValueError, match="environment was 'calculator', is None"):
+            point(load=tmp_path)
+
+
 @pytest.mark.parametrize("model_only", [False, True])
 def test_a_start_from_weights_of_other_adapters_is_refused(model_only, tmp_path):
     saved(tmp_path, 7, run={"lora": {"lora_rank": 4}})
