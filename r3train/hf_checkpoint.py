@@ -27,6 +27,7 @@ from r3train.config.hf_facts import HfModelFacts, load_json_object
 from r3train.config.lora_settings import LoraSection
 from r3train.families import (
     FAMILIES,
+    float32_tensors,
     has_fused_experts,
     is_of_text_and_images,
     model_type_of,
@@ -277,6 +278,15 @@ def is_trained(name: str, hf: HfModelFacts) -> bool:
 def trained_tensors(hf: HfModelFacts) -> dict[str, TensorKind]:
     """The checkpoint's tensors that an actor trains, by name; raises ValueError as ``read_headers``."""
     return {name: kind for name, kind in read_headers(hf.path).items() if is_trained(name, hf)}
+
+
+def rounded_tensors(hf: HfModelFacts) -> list[str]:
+    """Return what a bfloat16 checkpoint holds in more digits than an actor of bfloat16: names, "*" for any number."""
+    kinds, kept = trained_tensors(hf), float32_tensors(hf)
+    if "bfloat16" not in {kind.dtype for kind in kinds.values()}:
+        return []
+    wide = (n for n, kind in kinds.items() if kind.dtype in ("float32", "float64"))
+    return sorted({re.sub(r"\.\d+\.", ".*.", name) for name in wide if name not in kept})
 
 
 def write_shards(

@@ -52,6 +52,13 @@ def tensor_shapes(hf: HfModelFacts) -> dict[str, Shape]:
     return weights_of(hf).shapes()
 
 
+def float32_tensors(hf: HfModelFacts) -> Set[str]:
+    """Return the names of the tensors that keep float32 in an actor of bfloat16."""
+    weights = weights_of(hf)
+    rows = ((prefix, t) for weight, prefix in weights.rows() if weight.float32 for t in weight.disk)
+    return {name for prefix, tensor in rows for name in weights.names(prefix, tensor)}
+
+
 def tensor_names(hf: HfModelFacts) -> Set[str]:
     """Return the names of all tensors that the actor loads and exports, for a verified family."""
     return tensor_shapes(hf).keys()

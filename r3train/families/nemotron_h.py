@@ -21,9 +21,8 @@ def _norm(name: str, layers: tuple[str, ...], te_name: str = "") -> Weight:
 
 
 def _per_head(name: str) -> Weight:
-    return vector(
-        f"{ATTENTION}{name}", f"mixer.{name}", "mamba_heads", sharded="rows", layers=_MAMBA
-    )
+    more = dict(sharded="rows", layers=_MAMBA, float32=name == "A_log")
+    return vector(f"{ATTENTION}{name}", f"mixer.{name}", "mamba_heads", **more)
 
 
 def _convolution(kind: str, columns: tuple[str | int, ...]) -> Weight:

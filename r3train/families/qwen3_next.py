@@ -43,6 +43,7 @@ def delta_net(*inputs: DiskTensor) -> tuple[Weight, ...]:
     """A layer of linear attention, whose input projection is ``inputs`` on disk."""
     here, disk = ATTENTION, "linear_attn."
     conv = {part: _SIX[part] for part in "qkv"}
+    by_head = dict(sharded="rows", layers=_LINEAR)
     return (
         Weight(f"{here}in_proj.weight", inputs, _SIX, ("hidden",), "rows", layers=_LINEAR),
         Weight(
@@ -53,8 +54,8 @@ def delta_net(*inputs: DiskTensor) -> tuple[Weight, ...]:
             "rows",
             layers=_LINEAR,
         ),
-        vector(f"{here}A_log", f"{disk}A_log", "linear_heads", sharded="rows", layers=_LINEAR),
-        vector(f"{here}dt_bias", f"{disk}dt_bias", "linear_heads", sharded="rows", layers=_LINEAR),
+        vector(f"{here}A_log", f"{disk}A_log", "linear_heads", **by_head, float32=True),
+        vector(f"{here}dt_bias", f"{disk}dt_bias", "linear_heads", **by_head),
         vector(f"{here}out_norm.weight", f"{disk}norm.weight", "linear_value", layers=_LINEAR),
         row(
             f"{here}out_proj.weight",

@@ -80,7 +80,8 @@ class Weight:
     ranks.  ``groups``: the rows alternate so often, and are cut through all parts at once, also of one group; rows without
     groups are cut part by part.
     ``layers``: traits that a layer must have to hold it.  ``lora``: an adapter can be put on it.  ``bundle``: tensors
-    of a layer with the same word must be published in one call.  ``float32``: a buffer that keeps float32.
+    of a layer with the same word must be published in one call.  ``float32``: it keeps float32
+    in an actor of bfloat16, as in SGLang.
     """
 
     name: str

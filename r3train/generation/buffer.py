@@ -69,10 +69,12 @@ class ProducerState:
     cursor) and ``groups``, each with its ``group_id``, ``prompt_id``, ``attempt`` and ``places``
     [[place, samples], ...], whose samples stand in ``samples`` in that order.  A missing
     place is generated again.  ``lines_from`` is the number of a file's first line in prompt ids.
+    score_again: another reward has scored the samples.
     """
 
     samples: list[Scored]
     facts: dict[str, Any]
+    score_again: bool = False
 
     def without_samples(self) -> ProducerState:
         """The same groups, all of which are generated again."""
@@ -292,8 +294,8 @@ class GroupBuffer:
     def restore(self, state: ProducerState) -> list[Group]:
         """Fill a new buffer from a saved state; return the incomplete groups, in order of group id.
 
-        Samples get the prompts of now.  Raises ValueError if the state is of another rollout or its prompts
-        have changed.
+        With ``score_again`` it returns all.  Samples get the prompts of now.  Raises ValueError if the state is
+        of another rollout or its prompts have changed.
         """
         facts = state.facts
         if facts["next_step"] != self.next_rollout:
@@ -327,7 +329,7 @@ class GroupBuffer:
             raise ValueError(
                 f"the saved buffer holds {len(state.samples)} samples, {start} have a group"
             )
-        return [group for group in self._groups.values() if not group.complete]
+        return [g for g in self._groups.values() if state.score_again or not g.complete]
 
 
 def _next_line(prompt_id: str) -> str:

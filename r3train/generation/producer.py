@@ -247,9 +247,10 @@ class Producer:
             self._loop.close()
 
     async def _open(self) -> None:
-        """Make the backend, measure the servers' rounding, and then let generation begin."""
+        """Score again what must be, make the backend, measure rounding, and then let generation begin."""
         backend, shared = None, self._shared
         try:
+            await self._scheduler.score_again()
             backend = self.make_backend()
             if self.recheck_share:
                 first = self._buffer.next_group

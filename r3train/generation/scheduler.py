@@ -39,10 +39,14 @@ class Scheduler:
         self._on_outcome = on_outcome
         self._unsent: deque[RolloutTask] = deque()
         self._tasks: dict[asyncio.Task[None], Group] = {}
+        self._unscored: list[tuple[Group, int, list[Scored]]] = []  # of another reward
         self.scoring: set[int] = set()  # ids of rollouts that lack only teacher and reward
         if state is not None:
             for group in buffer.restore(state):
                 self._add(group)
+                if state.score_again:  # until then they count as not generated
+                    self._unscored += [(group, *place) for place in group.samples.items()]
+                    group.samples, group.complete = {}, False
         self._shared.on_change = self.send
 
     def send(self) -> None:
@@ -54,6 +58,15 @@ class Scheduler:
             task = self._shared.loop.create_task(self._run_rollout(rollout), name=name)
             self._tasks[task] = rollout.group
             task.add_done_callback(partial(self._forget, rollout))
+
+    async def score_again(self) -> None:
+        """Score the samples that another reward has scored; raises the reward's error."""
+
+        async def score(group: Group, place: int, before: list[Scored]) -> None:
+            size, samples = self._parts.rollout.n_samples_per_prompt, [s for s, _ in before]
+            self._finish(group, await self._scorer(group, place, samples, None, size))
+
+        await asyncio.gather(*(score(*one) for one in self._unscored))
 
     def take(self) -> list[Group]:
         """Take the groups of the next train step's batch, which are ready."""
@@ -124,16 +137,19 @@ class Scheduler:
     async def _run_rollout(self, rollout: RolloutTask) -> None:
         """Make one rollout, score it, and put it into its group; an error becomes the failure."""
         try:
-            for place, samples in (await self._scored(rollout)).items():
-                if self.buffer.holds(rollout.group):
-                    self.buffer.finish(rollout.group, place, samples)
-            self.log_outcomes()
+            self._finish(rollout.group, await self._scored(rollout))
         except EpisodeDropped as dropped:
             self._drop(rollout.group, dropped)
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # noqa: BLE001 - raised by whoever waits for the producer
             self._shared.fail(error)
+
+    def _finish(self, group: Group, samples_by_place: dict[int, list[Scored]]) -> None:
+        for place, samples in samples_by_place.items():
+            if self.buffer.holds(group):
+                self.buffer.finish(group, place, samples)
+        self.log_outcomes()
 
     def _drop(self, group: Group, dropped: EpisodeDropped) -> None:
         """Replace a group one of whose rollouts cannot be trained; its others end."""

@@ -14,7 +14,7 @@ import torch
 
 from r3train.hf_checkpoint import NamedTensors, export_checkpoint
 from r3train.launch.job import Job
-from r3train.launch.resume import ResumePoint, run_facts
+from r3train.launch.resume import ResumePoint, run_facts, sample_facts
 from r3train.loop.run_state import RunState
 from r3train.loop.stop import StopSignal
 from r3train.peft_files import saved_forms, write_adapter
@@ -63,6 +63,7 @@ def build_run_state(
         config,
         run_dir,
         run_facts=run_facts(job),
+        sample_facts=sample_facts(job),
         prompt_file=job.prompt_file,
         stop=stop,
         checkpointer=checkpointer,

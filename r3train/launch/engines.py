@@ -423,7 +423,7 @@ class Engines(RolloutFleet):
         if self._buffer is None:
             return None
         samples = [(self._routes.keep(sample), reward) for sample, reward in self._buffer.samples]
-        return ProducerState(samples, self._buffer.facts)
+        return replace(self._buffer, samples=samples)
 
     def make_client(self) -> RolloutBackend:
         """Make the client of the servers, in the event loop that uses it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -47,7 +48,12 @@ from r3train.engine.key import engine_api_key
 from r3train.engine.refusals import refused
 from r3train.engine.server import check_served_class
 from r3train.environments.named_environments import begin_environment, get_environment, get_tools
-from r3train.hf_checkpoint import check_export, check_export_directory, TensorKind
+from r3train.hf_checkpoint import (
+    check_export,
+    check_export_directory,
+    rounded_tensors,
+    TensorKind,
+)
 from r3train.launch.read_data import (
     JUDGE_KEY,
     check_longest_conversation,
@@ -447,8 +453,12 @@ class _Checks:
             first_reward=self.first_reward,
             agent_facts=self.agent_facts,
         )
-        self.attempt("checkpoints", resume_point, job)
+        point = self.attempt("checkpoints", resume_point, job)
         self._raise_faults([job])
+        if point.start_rollout_id == (last := self.config.rollout.num_rollout):
+            text = f"{last} of {last} rollouts were trained before: nothing is left to train"
+            warning = JobWarning("checkpoints", text, "--num-rollout counts the whole run")
+            job = replace(job, warnings=(*job.warnings, warning))
         return job
 
     def _raise_faults(self, opened: Iterable[Any]) -> None:
@@ -562,6 +572,10 @@ def _model_warnings(
     if is_of_text_and_images(hf.model_type):
         text = f"{hf.model_type}: text alone is trained and served, its vision tower does not move"
         yield JobWarning("checkpoint", text, "an export has the tower as it was")
+    rounded = rounded_tensors(hf) if config.model.bf16 and names else []
+    if rounded:
+        text = f"{', '.join(rounded)}: in float32 on disk, and --bf16 rounds them"
+        yield JobWarning("checkpoint", text, "the servers get them so, and an export")
     rollout = config.rollout
     if not (hf.eos_token_ids or rollout.rollout_stop_token_ids or rollout.rollout_stop):
         text = "no eos_token_id in config.json or generation_config.json"

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from r3train.config import RunConfig
+from r3train.data.file_fingerprint import facts_fingerprint
 from r3train.data.sampled import flaw
 from r3train.hf_checkpoint import identity
 from r3train.launch.job import Job
@@ -32,6 +33,11 @@ logger = logging.getLogger(__name__)
 _LORA, _MODEL = "lora", "model"  # among the facts of a run
 _SHAPE = ("model_type", "num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads")
 _SHAPE += ("num_key_value_heads", "num_experts", "num_experts_per_tok")
+# among the facts of waiting samples: with another value the first is refused, the second decided again
+_EPISODES, _REWARD = "episodes", "reward"
+_REWARD_SETTINGS = {"rm_type", "custom_rm_path", "group_rm", "reward_key", "rm_url", "judge_url"}
+_REWARD_SETTINGS |= {"judge_model", "judge_template", "judge_pattern", "judge_max_tokens"}
+_REWARD_SETTINGS |= {"label_key", "metadata_key"}
 
 
 @dataclass(frozen=True)
@@ -136,7 +142,12 @@ def check_adapters(config: RunConfig, path: Path) -> None:
 
 def _point(job: Job, path: Path) -> ResumePoint:
     check_adapters(job.config, path)
-    state = read_state(path)
+    state, last = read_state(path), job.config.rollout.num_rollout
+    if state["num_rollouts"] > last:
+        raise ValueError(
+            f"{path}: has trained {state['num_rollouts']} rollouts, and --num-rollout, which counts the whole"
+            f" run, is {last}"
+        )
     if job.prompt_file is not None:
         _check_facts(job, path, state.get("run", {}))
     _check_buffer(job.config, path / BUFFER_FILE)
@@ -146,6 +157,7 @@ def _point(job: Job, path: Path) -> ResumePoint:
 def _check_facts(job: Job, path: Path, saved: Mapping[str, Any]) -> None:
     """Raise ValueError for a checkpoint that was saved with other data, on a rank that has read it."""
     now = run_facts(job)
+    saved = _token_facts(job) | dict(saved)  # earlier checkpoints do not say
     if saved.get("prompt_data_sha256") != now["prompt_data_sha256"]:
         raise ValueError(
             f"{path}: was trained on prompts of another content than"
@@ -163,15 +175,10 @@ def _check_facts(job: Job, path: Path, saved: Mapping[str, Any]) -> None:
             f" --hf-checkpoint {job.config.model.hf_checkpoint} has"
             f" {', '.join(str(model[name]) for name in names)}: a run resumes with the model that it began with"
         )
-    different = [
-        f"{name} was {saved.get(name)!r}, is {value!r}"
-        for name, value in now.items()
-        if saved.get(name) != value
-    ]
-    if different:
+    if different := _differences(saved, now):
         raise ValueError(
-            f"{path}: cannot resume with other settings of the data order: {'; '.join(different)}."
-            " Start anew from the weights with --load-model-only"
+            f"{path}: cannot resume with other settings of the prompts or their order:"
+            f" {'; '.join(different)}. Start anew from the weights with --load-model-only"
         )
 
 
@@ -204,6 +211,10 @@ def _check_buffer(config: RunConfig, path: Path) -> None:
     if sampled_at is not None and sampled_at != now:
         found = f"with log-probs at temperature {sampled_at}, and --rollout-temperature is {now}"
         refuse(found, f"with --rollout-temperature {sampled_at}")
+    now = _episode_facts(config)
+    different = _differences(read_facts(path).get(_EPISODES, now), now)
+    if different and sampled is not None:
+        refuse(f"after other episodes ({'; '.join(different)})", "with the same")
 
 
 def _temperature(path: Path) -> float | None:
@@ -222,8 +233,50 @@ def unknown_temperature(config: RunConfig, resume: ResumePoint) -> str | None:
     return check_temperature(path, read_facts(path), config.rollout.rollout_temperature)
 
 
+def scored_by_another(job: Job, facts: Mapping[str, Any]) -> str | None:
+    """Return "name was X, is Y" for the reward of waiting samples, which is decided again; else None.
+
+    facts: those of the samples.
+    """
+    now = sample_facts(job)[_REWARD]
+    before = facts.get(_REWARD, now)  # earlier checkpoints do not say
+    return "; ".join(_differences(before, now)) or None
+
+
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{name} was {before.get(name)!r}, is {value!r}"
+        for name, value in now.items()
+        if before.get(name) != value
+    ]
+
+
+def sample_facts(job: Job) -> dict[str, Any]:
+    """Return the settings that decided a sample before it was trained; {} on a rank that has read no data."""
+    config: RunConfig = job.config
+    if job.prompt_file is None:
+        return {}
+    reward = config.data.model_dump(mode="json", include=_REWARD_SETTINGS)
+    reward["reward_weights"] = config.algorithm.weight_of_key
+    reward["custom_rm_path_sha256"] = job.reward.code
+    reward["agent_failure_reward"] = config.agent.agent_failure_reward
+    return {_EPISODES: _episode_facts(config), _REWARD: reward}
+
+
+def _episode_facts(config: RunConfig) -> dict[str, Any]:
+    return {"environment": config.rollout.environment, "agent": config.agent.named}
+
+
+def _token_facts(job: Job) -> dict[str, Any]:
+    """The settings that decide what the model gets of a row."""
+    keys = {"input_key", "tool_key", "apply_chat_template", "apply_chat_template_kwargs"}
+    words = {"vocabulary": job.tokenizer.get_vocab(), "template": job.tokenizer.chat_template}
+    facts = job.config.data.model_dump(mode="json", include=keys)
+    return facts | {"tokenizer": facts_fingerprint(words)}
+
+
 def run_facts(job: Job) -> dict[str, Any]:
-    """Return the settings that decide the order of prompts, the numbers of samples and the adapters.
+    """Return the settings that decide the prompts and their order, the numbers of samples and the adapters.
 
     Empty on a rank that has read no data: rank 0 saves them, and a node's first rank compares them.
     """
@@ -240,6 +293,7 @@ def run_facts(job: Job) -> dict[str, Any]:
         "rollout_seed": config.rollout.rollout_seed,
         "rollout_shuffle": config.data.rollout_shuffle,
         "prompt_files": _prompt_files(config),
+        **_token_facts(job),
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from r3train.config.cross_checks import replayed_index_topk
@@ -10,7 +11,7 @@ from r3train.engine.server import SGLangServer
 from r3train.observe.console import RunDisplay
 from r3train.launch.engines import Engines
 from r3train.launch.job import Job
-from r3train.launch.resume import ResumePoint, unknown_temperature
+from r3train.launch.resume import ResumePoint, scored_by_another, unknown_temperature
 from r3train.loop.fleet import RolloutFleet
 from r3train.loop.route_transport import Routes
 from r3train.loop.replay_source import Conversations, DumpedRollouts
@@ -36,6 +37,12 @@ def build_engines(
     warning = unknown_temperature(job.config, resume)
     if warning is not None:
         display.note(warning, style="yellow")
+    if state is not None and (other := scored_by_another(job, state.facts)):
+        # an episode's reward came with it
+        by_episodes = job.config.rollout.environment or job.config.agent.named
+        state = state.without_samples() if by_episodes else replace(state, score_again=True)
+        again = "generated" if by_episodes else "scored"
+        display.note(f"warning: the samples that wait are {again} again: {other}", style="yellow")
     return Engines(job, run_dir, display, resume.start_rollout_id, routes, state, servers)
 
 

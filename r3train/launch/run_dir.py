@@ -22,8 +22,10 @@ from r3train.config.checkpoint_settings import ROLLOUT_ID
 from r3train.config.files import require_own_files, require_regular, write_atomically
 from r3train.config.sources import ConfigError
 from r3train.data.json_lines import append_lines, read_lines
+from r3train.generation.buffer import OUTCOMES_FILE
 from r3train.hf_checkpoint import MARKER
 from r3train.loop import prompt_log
+from r3train.loop.rollout_file import BUFFER_FILE, read_facts
 from r3train.observe.metrics import EVAL_METRICS_FILE, METRICS_FILE, SAMPLES_FILE
 from r3train.trainer.megatron.saved_state import (
     LATEST,
@@ -74,12 +76,25 @@ def claim_directories(config: RunConfig, claims: ExitStack) -> Path:
         parts = (*reversed(save_hf.parents), save_hf)
         place = next((part for part in parts if ROLLOUT_ID in part.name), save_hf)
         _claim(place, "save_hf", claims, place.with_name(f".{place.name}{OWNER_FILE}"))
-    if checkpoint is not None:
+    if checkpoint is not None or config.checkpoint.auto_resume:
+        first = state.get("num_rollouts", 0)
         for name in (METRICS_FILE, SAMPLES_FILE, prompt_log.FILE):
-            _set_aside(run_dir, name, state["num_rollouts"])
+            _set_aside(run_dir, name, first)
+        _set_aside(run_dir, OUTCOMES_FILE, first, _comes_again(checkpoint))
         # the step of an evaluation is a weight version, and that of the checkpoint stays
-        _set_aside(run_dir, EVAL_METRICS_FILE, state["num_rollouts"] + 1)
+        _set_aside(run_dir, EVAL_METRICS_FILE, first + 1)
     return run_dir
+
+
+def _comes_again(checkpoint: Path | None) -> Callable[[Mapping[str, Any]], bool]:
+    """Tell for an outcome whether its group waits in the checkpoint, or was sampled after it."""
+    if checkpoint is None or not (checkpoint / BUFFER_FILE).is_file():
+        return lambda outcome: True
+    facts = read_facts(checkpoint / BUFFER_FILE)
+    waiting = {group["group_id"] for group in facts["groups"]}
+    return lambda outcome: outcome["group_id"] in waiting or (
+        outcome["group_id"] >= facts["next_group"]
+    )
 
 
 def checkpoint_to_resume(config: RunConfig) -> Path | None:
@@ -106,14 +121,20 @@ def _run_dir_of(state: Mapping[str, Any], config: RunConfig) -> Path | None:
     return path.relative_to(here) if path.is_relative_to(here) else path
 
 
-def _set_aside(run_dir: Path, name: str, first_step: int) -> None:
-    """Move a file's lines of steps from ``first_step`` on to ``superseded/``: these steps come again."""
+def _set_aside(
+    run_dir: Path,
+    name: str,
+    first_step: int,
+    comes_again: Callable[[Mapping[str, Any]], bool] = lambda record: True,
+) -> None:
+    """Move a file's lines of steps from ``first_step`` on to ``superseded/``, if they come again."""
     path = run_dir / name
     if not path.is_file():
         return
     kept, again = [], []
     for record in read_lines(path):
-        (again if record.get("step", -1) >= first_step else kept).append(record)
+        is_again = record.get("step", -1) >= first_step and comes_again(record)
+        (again if is_again else kept).append(record)
     if again:  # a kill between the two writes leaves lines in both files, and loses none
         _make((run_dir / _SUPERSEDED / name).parent)
         append_lines(run_dir / _SUPERSEDED / name, again)

@@ -335,6 +335,9 @@ def finish(config: RunConfig, run_dir: Path, began: float, stopped: str | None =
     elif reason := nothing_learned(records):
         numbers["nothing was learned"] = reason
     times = {"wall_s": wall_s, "steps_s": steps_s(records, since=time.time() - wall_s)}
+    if not (stopped or times["steps_s"] or config.checkpoint.debug_rollout_only):
+        last = config.rollout.num_rollout
+        numbers["nothing was trained"] = f"{last} of {last} rollouts were before (--num-rollout)"
     files = {"run_dir": run_dir, "plot": plot, "next": f"r3train report {run_dir}"}
     if config.r3_check_enabled:
         files["next"] += f"\nr3train check-evidence {run_dir}"  # a line to copy for each

@@ -7,7 +7,7 @@ source and the files; they are None elsewhere.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, KW_ONLY
+from dataclasses import dataclass, field, KW_ONLY
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +34,8 @@ ANOTHER_RANK = "a signal to another rank"
 class RunState:
     """Keeps a run; see the module.
 
-    run_facts: JSON-able, saved with a checkpoint and compared on resuming; prompt_file: fingerprint
+    run_facts: JSON-able, saved with a checkpoint and compared on resuming; sample_facts: likewise, with the
+    samples that wait; prompt_file: fingerprint
     of the file that rank 0 read; checkpointer: None without --save; note: shows a line to people;
     with_routes: turns a sample of rank 0's records into one with its routes, for files.
     keep_more: writes other files of rank 0's into a checkpoint.
@@ -50,6 +51,7 @@ class RunState:
     checkpointer: Checkpointer | None
     note: Callable[[str], None]
     with_routes: Callable[[RolloutSample], RolloutSample]
+    sample_facts: dict[str, Any] = field(default_factory=dict)
     export: Callable[[int], None] | None = None
     keep_more: Callable[[Path], None] = lambda directory: None
 
@@ -181,7 +183,8 @@ class RunState:
                     self.keep_more(directory)
                 if state is not None:
                     [samples] = self._whole([state.samples])
-                    facts_of_samples = {**state.facts, TEMPERATURE: self._temperature}
+                    facts_of_samples = state.facts | self.sample_facts
+                    facts_of_samples[TEMPERATURE] = self._temperature
                     write_samples(directory / BUFFER_FILE, samples, facts_of_samples)
 
         self.checkpointer.save(next_rollout_id, facts, write_extra)

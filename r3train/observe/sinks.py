@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 TENSORBOARD_DIR = "tensorboard"
 # name -> the tracker's own id of the run, for a later part of it
 RUN_IDS_FILE = "trackers.json"
+_STARTED = "started"  # tells a step from itself in the start before, which a resume trains again
 _MAX_IDS_BYTES = 1 << 16
 _MLFLOW_BATCH, _MLFLOW_PARAM_LEN = 100, 500
 _MLFLOW_NOTES = "mlflow.note.content"  # what its pages show as the description
@@ -79,14 +80,14 @@ class WandbSink:
             # the terminal and the logs are ours
             settings=wandb.Settings(console="off", silent=True),
         )
-        self.run_id = self._run.id
+        self.run_id, self._started = self._run.id, time.time()
         # a resumed run writes steps again that W&B's own counter would refuse
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
         """Log numbers."""
-        self._run.log({"step": step, **numbers})
+        self._run.log({"step": step, _STARTED: self._started, **numbers})
 
     def write_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         """Log a table."""
@@ -125,14 +126,14 @@ class MlflowSink:
                 self._client.log_batch(run_id, params=batch)
         else:
             self._client.update_run(run_id, status="RUNNING")
-        self.run_id = run_id
+        self.run_id, self._started = run_id, time.time()
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
         """Log finite numbers."""
         now = int(time.time() * 1000)
         metrics = [
             self._metric(key, value, now, step)
-            for key, value in numbers.items()
+            for key, value in {_STARTED: self._started, **numbers}.items()
             if math.isfinite(value)
         ]
         for start in range(0, len(metrics), _MLFLOW_BATCH):

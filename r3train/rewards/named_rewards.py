@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from r3train.config.data_settings import DataSection
@@ -120,6 +122,14 @@ class CustomReward:
         """File and line of the function, as FILE:N; "" where they are not known."""
         code = getattr(inspect.unwrap(self._function), "__code__", None)
         return "" if code is None else f"{os.path.relpath(code.co_filename)}:{code.co_firstlineno}"
+
+    @property
+    def code(self) -> str | None:
+        """The sha256 of the function's file; None where it is not known."""
+        code = getattr(inspect.unwrap(self._function), "__code__", None)
+        if code is None or not os.path.isfile(code.co_filename):
+            return None
+        return hashlib.sha256(Path(code.co_filename).read_bytes()).hexdigest()
 
     async def __call__(self, samples: list[RolloutSample], timeout_s: float) -> Any:
         """Call the function for one sample, or for a group."""

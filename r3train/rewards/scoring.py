@@ -88,6 +88,11 @@ class Scorer:
         place = "" if self._custom is None else self._custom.place
         return place and f" ({place})"
 
+    @property
+    def code(self) -> str | None:
+        """The sha256 of the file of the user's function; None where there is none."""
+        return None if self._custom is None else self._custom.code
+
     def reward_for(self, prompt: Prompt) -> Reward | CustomReward:
         """The reward that scores a prompt; raises ValueError as ``check``."""
         return self._custom or self._reward_for(prompt)

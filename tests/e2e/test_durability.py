@@ -92,6 +92,9 @@ def test_a_resumed_run_is_one_run_with_one_curve_and_one_evidence(tmp_path, repl
     assert [start.first_step for start in starts] == [0, 2]
     assert all(start.ranks == 2 and " --num-rollout " in start.command for start in starts)
     assert starts[1].command.endswith(" --auto-resume") and starts[0].time < starts[1].time
+    again = jobs.run(tmp_path / "run", *flags)
+    assert again.code == 0 and "nothing was trained: 3 of 3" in again.output
+    assert "nothing was trained" not in first.output
 
 
 # sets whose answers show each setting: one is sampled, three are greedy, each for another reason
@@ -409,6 +412,21 @@ def test_a_signal_saves_and_exits_0_and_no_prompt_is_lost_or_trained_twice(tmp_p
     # complete samples of the buffer came through the restart: made before it, trained after it
     assert kept[0]
     trained_as_they_were(kept[0], dumped_samples(runs[1], (r["step"] for r in records)))
+    # with another reward those that wait are scored again
+    flags += [
+        "--num-rollout",
+        str(done + 3),
+        "--custom-rm-path",
+        "tests.unit.reward_functions:five_and_more",
+    ]
+    other = jobs.run(tmp_path / "other", *flags)
+    assert other.code == 0, other.output
+    assert "samples that wait are scored again: custom_rm_path was None" in other.output
+    samples = [
+        one for path in (tmp_path / "other/rollouts").iterdir() for one in read_samples(path)[0]
+    ]
+    assert len(samples) == 3 * 16 and {reward for _, reward in samples} <= {6.0, 7.0}
+    trained_as_they_were(kept[1], dumped_samples(tmp_path / "other", range(done, done + 3)))
 
 
 @pytest.mark.slow

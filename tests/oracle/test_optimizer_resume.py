@@ -8,11 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from r3train.config.checkpoint_settings import CheckpointSection
 from r3train.config.hf_facts import read_hf_facts
+from r3train.families import float32_tensors
 from r3train.verify.model_zoo import ModelVariant, write_checkpoint
+from r3train.verify.tiny import TinyOptions, build
 from tests.oracle.actors import actor_of, configuration, in_ranks, samples, slices_of
+from tests.unit.launch.test_preflight import start, words
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
 
@@ -340,3 +344,64 @@ def test_a_model_that_was_loaded_alone_stays_what_it_is_in_a_step_of_no_rate(tmp
     assert out.keys() == {"float32", "bf16", "bf16_sharded"}
     for name, of in out.items():
         assert of["loaded"] and of["trained"] > 1e-3 and of["moved"] <= 1e-9, (name, of)
+
+
+# stored in float32 in a bfloat16 checkpoint: what SGLang keeps so, and (the last) what it rounds
+WIDE = {
+    "qwen3_5_moe": ("linear_attn.A_log", "linear_attn.dt_bias"),
+    "nemotron_h": ("mixer.A_log", "mixer.e_score_correction_bias", "mixer.D"),
+    "minimax_m2": ("block_sparse_moe.e_score_correction_bias", "block_sparse_moe.gate.weight"),
+}
+
+
+def widened(directory: Path, family: str) -> Path:
+    """A tiny bfloat16 checkpoint in which these tensors have the digits of float32."""
+    build(directory, TinyOptions(family=family, dtype="bfloat16"))
+    [file] = (directory / "model").glob("*.safetensors")
+    tensors = load_file(file)
+    for name in tensors:
+        if name.endswith(WIDE[family]):
+            tensors[name] = tensors[name].float() + 1e-3 * torch.rand(tensors[name].shape)
+    save_file(tensors, file, {"format": "pt"})
+    return directory / "model"
+
+
+def exports(model: Path, directory: Path, fields: dict[str, Any]) -> dict[str, Any]:
+    """The actor's weights at first, after two steps, and after a resume from there."""
+    from r3train.trainer.megatron.checkpoint import Checkpointer
+
+    config, hf = configuration(model, bf16=True, **fields), read_hf_facts(model)
+    with actor_of(config) as actor:
+        first = {name: t.clone() for name, t in actor.hf_weights()}
+        slices, _ = slices_of(actor, config, hf, samples(hf, [(5, 9), (4, 12)]))
+        for _ in range(2):
+            actor.train_step(slices, actor.compute_log_probs(slices, None), None)
+        trained = {name: t.clone() for name, t in actor.hf_weights()}
+        Checkpointer(actor, CheckpointSection(save=directory)).save(2, {})
+    with actor_of(config, directory / "iter_0000002") as actor:
+        return {"first": first, "trained": trained, "resumed": dict(actor.hf_weights())}
+
+
+@pytest.mark.parametrize("fields", [{}, SHARDED], ids=["whole", "sharded"])
+@pytest.mark.parametrize("family", WIDE)
+def test_what_sglang_keeps_in_float32_stays_so_in_actor_steps_checkpoint_and_export(
+    family, fields, tmp_path
+):
+    model = widened(tmp_path, family)
+    [file] = model.glob("*.safetensors")
+    disk = load_file(file)
+    kept = float32_tensors(read_hf_facts(model))
+    assert {name for name in disk if name.endswith(WIDE[family][:-1])} <= kept
+    [found] = in_ranks(1, tmp_path / "ranks", exports, model, tmp_path / "ck", fields)
+    for name, tensor in ((name, disk[name]) for name in found["first"]):
+        wide = name in kept
+        assert found["first"][name].dtype is (torch.float32 if wide else torch.bfloat16), name
+        assert torch.equal(found["first"][name], tensor.to(found["first"][name].dtype)), name
+        assert torch.equal(found["resumed"][name], found["trained"][name]), name
+        if wide and "bias" not in name:
+            trained = found["trained"][name]
+            assert not torch.equal(trained, disk[name]), name
+            assert not torch.equal(trained, trained.bfloat16().float()), name
+    told = start(tmp_path, "--dry-run", "--bf16")
+    assert told.exit_code == 0, told.output
+    assert f".layers.*.{WIDE[family][-1]}: in float32 on disk, and --bf16 rounds" in words(told)

@@ -22,6 +22,10 @@ def half(prompt, text, ids):
     return 0.5
 
 
+def five_and_more(prompt, text, ids):
+    return 5 + len(ids)
+
+
 def even_and_small(prompt, text, ids):
     """The share of even tokens, and how small the first token is; a third number is not asked for."""
     even = float(np.mean([token % 2 == 0 for token in ids]))

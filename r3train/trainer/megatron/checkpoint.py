@@ -26,6 +26,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from r3train.checksums import checksums
 from r3train.config.checkpoint_settings import CheckpointSection
@@ -412,16 +413,24 @@ class _MetadataReader(pickle.Unpickler):
 
 
 def check_metadata(checkpoint: Path) -> None:
-    """Raise ValueError if torch would run anything but its own descriptions to read ``.metadata``.
+    """Raise ValueError if torch would run anything but its own descriptions to read ``.metadata``, or for a hole.
 
-    That file is a pickle, which torch opens without limits.
+    That file is a pickle, which torch opens without limits.  Of a tensor whose chunks do not cover it torch would
+    leave the rest as it is.
     """
     path = checkpoint / ".metadata"
     try:
         with path.open("rb") as file:
-            _MetadataReader(file).load()
+            tensors = _MetadataReader(file).load().state_dict_metadata
     except Exception as error:  # a damaged pickle raises anything
         raise ValueError(f"{path}: refused: {_cause(error)}") from None
+    for name, tensor in tensors.items():
+        if isinstance(tensor, TensorStorageMetadata):
+            there = sum({c.offsets: c.sizes.numel() for c in tensor.chunks}.values())
+            if there != tensor.size.numel():
+                raise ValueError(
+                    f"{path}: of {name} {there} numbers are there, expected {tensor.size.numel()}"
+                )
 
 
 @contextmanager

@@ -57,6 +57,11 @@ class ChunkWeight:
         return self.key in self.module._parameters
 
     @property
+    def is_float32(self) -> bool:
+        """True if it keeps float32 in an actor of bfloat16."""
+        return self.hf.layout.weight.float32
+
+    @property
     def is_tied_output(self) -> bool:
         """True for the last stage's copy of the embedding."""
         return self.name == OUTPUT_LAYER and self.hf.layout.weight.name != OUTPUT_LAYER
@@ -68,7 +73,7 @@ _weights_by_chunk: WeakKeyDictionary[torch.nn.Module, list[ChunkWeight]] = WeakK
 
 
 def chunk_weights(weights: ModelWeights, chunk: torch.nn.Module) -> list[ChunkWeight]:
-    """Return what a chunk holds of a checkpoint, buffers in float32 first; found once for each chunk."""
+    """Return what a chunk holds of a checkpoint, what keeps float32 first; found once for each chunk."""
     chunk = unwrap(chunk)
     if chunk not in _weights_by_chunk:
         ranks = ps.get_expert_model_parallel_world_size()
@@ -78,7 +83,7 @@ def chunk_weights(weights: ModelWeights, chunk: torch.nn.Module) -> list[ChunkWe
             ps.get_expert_model_parallel_rank() * (weights.sizes["experts"] // ranks),
         )
         # in front: an export is sent in buckets of one dtype
-        found = sorted(_find(names, chunk), key=lambda one: not one.hf.layout.weight.float32)
+        found = sorted(_find(names, chunk), key=lambda one: not one.is_float32)
         _weights_by_chunk[chunk] = found
     return _weights_by_chunk[chunk]
 
@@ -187,6 +192,7 @@ def load_hf_weights(weights: ModelWeights, chunks: Sequence[torch.nn.Module], pa
     tensors = CheckpointTensors(path)
     for chunk in chunks:
         for one in chunk_weights(weights, chunk):
+            assert not one.is_float32 or one.tensor.dtype is torch.float32, one.name
             if _replicas(one).rank() == 0:
                 one.tensor.copy_(_shard(tensors, one))
         for one in chunk_weights(weights, chunk):

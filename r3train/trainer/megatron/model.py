@@ -72,6 +72,9 @@ def build_model(config: RunConfig, hf: HfModelFacts, device: torch.device) -> Mo
         chunk = _build_chunk(
             transformer, hf, weights, vp_stage, use_te, adapted=config.lora.enabled
         ).to(device)
+        for one in hf_weights.chunk_weights(weights, chunk):
+            if one.is_float32:
+                one.tensor.data = one.tensor.data.float()
         if use_te:
             _mark_sinks(chunk)
         if fuses:
@@ -94,7 +97,7 @@ def build_model(config: RunConfig, hf: HfModelFacts, device: torch.device) -> Mo
     wrapped = []
     for i, chunk in enumerate(chunks):
         if model.bf16:
-            chunk = _in_bf16(transformer, chunk)
+            chunk = _in_bf16(transformer, weights, chunk)
         wrapped.append(
             DistributedDataParallel(transformer, ddp_config, chunk, disable_bucketing=i > 0)
         )
@@ -108,19 +111,15 @@ class _Bf16Chunk(Float16Module):
         return super().forward(*inputs, fp32_output=False, **named)
 
 
-def _in_bf16(config: TransformerConfig, chunk: torch.nn.Module) -> Float16Module:
-    """Convert the chunk to bfloat16, but keep the routers' expert biases in float32 as SGLang does.
-
-    Megatron restores their dtype at the first forward, too late: the digits are lost by then.
-    """
-    biases = [
-        (m, m.expert_bias.detach().clone())
-        for m in chunk.modules()
-        if torch.is_tensor(getattr(m, "expert_bias", None))
-    ]
+def _in_bf16(
+    config: TransformerConfig, weights: ModelWeights, chunk: torch.nn.Module
+) -> Float16Module:
+    """Convert the chunk to bfloat16, but keep in float32 what SGLang does: decays (A_log) and expert biases."""
+    in_float32 = [one for one in hf_weights.chunk_weights(weights, chunk) if one.is_float32]
+    values = [one.tensor.detach().clone() for one in in_float32]
     wrapped = _Bf16Chunk(config, chunk)
-    for router, bias in biases:
-        router.expert_bias.data = bias
+    for one, value in zip(in_float32, values):
+        one.tensor.data = value
     return wrapped
 
 

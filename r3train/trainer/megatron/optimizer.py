@@ -11,7 +11,9 @@ from megatron.core.optimizer import (
     OptimizerConfig,
     clip_grads,
     get_megatron_optimizer,
+    get_standard_config_overrides,
 )
+from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from r3train.config import RunConfig
@@ -63,7 +65,15 @@ def build_optimizer(config: RunConfig, chunks: list[torch.nn.Module]) -> Megatro
     threads = threads_per_rank(os.environ) if settings.optimizer_cpu_offload else None
     if threads is not None:
         torch.set_num_threads(threads)
-    optimizer = get_megatron_optimizer(settings, chunks, use_gloo_process_groups=False)
+    groups = get_standard_config_overrides(settings)
+    if bf16:
+        # in groups of their own, told by a value that all have: in one group with parameters of bfloat16 Megatron
+        # takes one for the other in checkpoints
+        is_float32 = ParamPredicate("float32", lambda p: p.dtype is torch.float32)
+        groups[ParamKey(predicate=is_float32)] = {"start_wd": trainer.weight_decay}
+    optimizer = get_megatron_optimizer(
+        settings, chunks, config_overrides=groups, use_gloo_process_groups=False
+    )
     for part in optimizer.chained_optimizers:
         fused_adam.mend(part)
         if not on_cuda and isinstance(part.optimizer, torch.optim.AdamW):

@@ -8,7 +8,8 @@ Learning rates and the rest of the parameter groups come from the configuration.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -50,12 +51,13 @@ class OptimizerState:
         self._optimizer = optimizer
         for part in optimizer.chained_optimizers:
             _create_moments(part.optimizer)
-        self._form = optimizer.sharded_state_dict(
-            # SGD has no state to make room for
-            model_state,
-            is_loading=is_loading and _has_moments(optimizer),
-            metadata=dict(METADATA),
-        )
+        with _float32_groups_known(optimizer):
+            self._form = optimizer.sharded_state_dict(
+                # SGD has no state to make room for
+                model_state,
+                is_loading=is_loading and _has_moments(optimizer),
+                metadata=dict(METADATA),
+            )
         self.tensors: dict[int, Any] = {}
         self._model_values: dict[int, torch.Tensor] = {}  # not in the checkpoint
         dict_list_map_inplace(self._take_tensor, self._form)
@@ -150,6 +152,21 @@ class OptimizerState:
             parameter.data.copy_(value)
         if self._model_values:
             self._optimizer.reload_model_params()
+
+
+@contextmanager
+def _float32_groups_known(optimizer: MegatronOptimizer) -> Iterator[None]:
+    """Have Megatron's unsharded optimizer of bfloat16 find the parameters of float32 in the model's state too."""
+    parts = [p for p in optimizer.chained_optimizers if hasattr(p, "fp32_from_fp32_groups")]
+    found = [part.float16_groups for part in parts]
+    for part in parts:
+        pairs = zip(part.float16_groups, part.fp32_from_fp32_groups)
+        part.float16_groups = [narrow or wide for narrow, wide in pairs]
+    try:
+        yield
+    finally:
+        for part, groups in zip(parts, found):
+            part.float16_groups = groups
 
 
 class _Place:

@@ -247,6 +247,31 @@ def test_a_half_made_group_is_scored_as_a_whole_after_a_restart():
     ] * 3
 
 
+@pytest.mark.parametrize("of_group", [False, True])
+def test_waiting_samples_of_another_reward_are_scored_again_and_not_generated(of_group):
+    async def before(sample):
+        return 0.1 if sample.sample_id % 4 < 2 else await asyncio.sleep(600)
+
+    async def now(sample):
+        return 5.0
+
+    async def now_for_all(samples):
+        return [5.0] * len(samples)
+
+    settings = {"n_samples_per_prompt": 4, "num_rollout": 1, "rollout_max_concurrency": 16}
+    with producer_of(FakeBackend(), {"scorer": GroupScorer(before)}, **settings) as producer:
+        while producer.stats()["finished_samples"] < 12:
+            time.sleep(0.01)
+        state = producer._call(_buffer_state(producer))
+    assert len(state.samples) == 6
+    after = GroupScorer(score_group=now_for_all) if of_group else GroupScorer(now)
+    options, backend = {"scorer": after, "state": replace(state, score_again=True)}, FakeBackend()
+    with producer_of(backend, options, **settings) as producer:
+        groups = producer.next_batch(0)
+    assert [[reward for _, reward in group] for group in groups] == [[5.0] * 4] * 3
+    assert sorted(sample_id % 4 for sample_id, _ in backend.asked) == [2] * 3 + [3] * 3
+
+
 async def _buffer_state(producer):
     """The buffer as it is, without waiting for rewards."""
     return producer._buffer.snapshot()

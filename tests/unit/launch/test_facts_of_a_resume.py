@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -44,11 +45,29 @@ CHANGED = {
         ("--no-rollout-shuffle",),
         "rollout_shuffle was True, is False",
     ),
+    "input_key": (
+        ("--input-key", "input"),
+        ("--input-key", "label"),
+        "input_key was 'input', is 'label'",
+    ),
     "prompt_files": (
         ("--prompt-data", "{prompts}@[0:2]"),
         ("--prompt-data", "{prompts}@[1:3]"),
         "prompt_files was [['prompts.jsonl', 0, 2, None]], is [['prompts.jsonl', 1, 3, None]]",
     ),
+}
+# a run with the template "one" -> its resume
+OF_TEMPLATES = {
+    "apply_chat_template": ((), ("--apply-chat-template",)),
+    "apply_chat_template_kwargs": (
+        ("--apply-chat-template",),
+        ("--apply-chat-template", "--apply-chat-template-kwargs", '{"end": "dog"}'),
+    ),
+    "tool_key": (
+        ("--apply-chat-template", "--tool-key", "one"),
+        ("--apply-chat-template", "--tool-key", "two"),
+    ),
+    "tokenizer": ((), ()),
 }
 
 
@@ -63,9 +82,8 @@ def facts(model, prompts, flags):
 
 def test_every_fact_is_compared(tiny, tmp_path):
     prompts = written(tmp_path)
-    assert {*CHANGED, "lora", "model", "prompt_data_sha256"} == {
-        *facts(tiny / "model", prompts, ())
-    }
+    apart = {"lora", "model", "prompt_data_sha256", *OF_TEMPLATES}
+    assert {*CHANGED, *apart} == {*facts(tiny / "model", prompts, ())}
 
 
 def test_a_resume_with_another_model_is_refused_before_anything_starts(tiny, tmp_path):
@@ -104,7 +122,45 @@ def test_a_resume_with_another_data_order_names_the_setting(key, tiny, tmp_path)
     assert same.exit_code == 0, same.output
     other = start(tiny, *common, *after)
     assert other.exit_code == 2
-    assert f"cannot resume with other settings of the data order: {said}. Start" in words(other)
+    assert (
+        f"cannot resume with other settings of the prompts or their order: {said}. Start"
+        in words(other)
+    )
+
+
+def with_template(model, directory, text):
+    """A copy of the model with another chat template."""
+    shutil.copytree(model, directory)
+    path = directory / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": text}))
+    return directory
+
+
+@pytest.mark.parametrize("key", OF_TEMPLATES)
+def test_a_resume_that_gives_the_model_other_tokens_names_the_setting(key, tiny, tmp_path):
+    prompts, text = written(tmp_path), "cat {{ messages[0].content }} {{ end or 'cat' }}{{ tools }}"
+    before, after = OF_TEMPLATES[key]
+    model = with_template(tiny / "model", tmp_path / "model", text)
+    saved(tmp_path / "saved", run=facts(model, prompts, before))
+    if key == "tokenizer":
+        model = with_template(tiny / "model", tmp_path / "other", text + "dog")
+    load = ("--load", str(tmp_path / "saved"), "--hf-checkpoint", str(model))
+    result = start(tiny, "--dry-run", "--prompt-data", str(prompts), *load, *after)
+    assert result.exit_code == 2 and "other settings of the prompts or their" in words(result)
+    assert f"order: {key} was " in words(result)
+
+
+def test_a_resume_that_has_nothing_left_to_train_says_so_and_one_of_fewer_rollouts_is_refused(
+    tiny, tmp_path
+):
+    prompts = written(tmp_path)
+    saved(tmp_path / "saved", run=facts(tiny / "model", prompts, ()))
+    flags = ("--dry-run", "--prompt-data", str(prompts), "--load", str(tmp_path / "saved"))
+    same, fewer, more = (start(tiny, *flags, "--num-rollout", n) for n in "324")
+    assert (same.exit_code, fewer.exit_code, more.exit_code) == (0, 2, 0)
+    assert "3 of 3 rollouts were trained before: nothing is left to train" in words(same)
+    assert "has trained 3 rollouts, and --num-rollout" in words(fewer)
+    assert "trained before" not in words(more)
 
 
 def test_a_resume_with_prompts_of_another_content_is_refused(tiny, tmp_path):
@@ -146,6 +202,18 @@ def test_a_start_from_the_weights_alone_takes_no_samples_and_begins_at_rollout_0
     assert (began.start_rollout_id, began.model_only, began.buffer(99)) == (0, True, None)
     whole = point(load=tmp_path)
     assert whole.start_rollout_id == 7 and len(whole.buffer(99)[0]) == 4
+
+
+def test_samples_of_another_environment_are_not_trained(tmp_path):
+    path = saved(tmp_path, 7, has_buffer=True).parent
+    for environment in ("calculator", None):
+        facts = {"episodes": {"environment": environment, "agent": None}}
+        write_samples(path / BUFFER_FILE, scored(routes=False), facts | {"groups": []})
+        if environment is None:
+            assert point(load=tmp_path).start_rollout_id == 7
+            continue
+        with pytest.raises(ValueError, match="environment was 'calculator', is None"):
+            point(load=tmp_path)
 
 
 @pytest.mark.parametrize("model_only", [False, True])

@@ -12,6 +12,7 @@ import pytest
 from r3train.config.options import train_options
 from r3train.hf_checkpoint import MARKER
 from r3train.launch.run_dir import claim_directories, taken_directories
+from r3train.loop.rollout_file import BUFFER_FILE, write_samples
 from r3train.observe.metrics import read_metrics
 from tests.unit.launch.test_preflight import ROOT, saved, start, words
 
@@ -143,3 +144,21 @@ def test_lines_of_steps_that_come_again_are_moved_away_before_anything_is_writte
             assert steps_in(first / "superseded" / name) == moved
     both = [(first / at / "samples.jsonl").read_bytes() for at in ("", "superseded")]
     assert b"".join(both) == whole
+    # with no checkpoint yet all steps come again
+    shutil.rmtree("ck")
+    claimed(config_of(tiny, "--save", "ck", "--auto-resume", "--run-dir", str(first)))
+    assert not (first / "metrics.jsonl").read_text()
+
+
+def test_a_group_that_is_played_again_has_one_fate(tiny, first):
+    groups = [{"group_id": 7, "prompt_id": "p7", "attempt": 0, "places": []}]
+    facts = {"next_step": 4, "next_group": 10, "groups": groups}
+    write_samples(Path("ck/iter_0000004") / BUFFER_FILE, [], facts)
+    told = [(3, 3), (6, 4), (7, 4), (9, 4), (10, 4), (11, 5)]  # group, step
+    lines = [json.dumps({"group_id": g, "outcome": "trained", "step": s}) for g, s in told]
+    (first / "outcomes.jsonl").write_text("".join(line + "\n" for line in lines))
+    claimed(config_of(tiny, "--save", "ck", "--auto-resume"))
+    left = [json.loads(line)["group_id"] for line in (first / "outcomes.jsonl").open()]
+    assert left == [3, 6, 9], "6 and 9 were dropped before the save, and do not come again"
+    both = [(first / at / "outcomes.jsonl").read_text() for at in ("", "superseded")]
+    assert sorted("".join(both).splitlines()) == sorted(lines)

@@ -141,6 +141,8 @@ def test_wandb_offline_holds_numbers_samples_and_settings_and_goes_on_after_a_re
         if key not in ("columns", "data")
     }
     again = history(records(second))
+    started = [r["started"] for r in (*rows, *again) if r["step"] == 1 and "started" in r]
+    assert len(started) == 2 and started[0] < started[1], "step 1 stands twice"
     assert [r["step"] for r in again if "rollout/reward_mean" in r] == [1, 2]
 
 
@@ -174,6 +176,8 @@ def test_mlflow_holds_numbers_samples_and_settings_and_goes_on_after_a_resume(
         (1, 0.125),
         (2, 0.25),
     ]
+    started = client.get_metric_history(run.info.run_id, "started")
+    assert len({point.value for point in started if point.step == 1}) == 2, "step 1 stands twice"
     assert client.get_metric_history(run.info.run_id, "train/loss") == []  # NaN alone
     assert client.get_metric_history(run.info.run_id, "eval/held_out/mean")[0].value == 0.5
     path = client.download_artifacts(run.info.run_id, "samples/000001.json", str(tmp_path))

@@ -24,7 +24,12 @@ import torch.distributed as dist  # noqa: E402
 from megatron.core import dist_checkpointing, tensor_parallel  # noqa: E402
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor  # noqa: E402
 from torch.distributed.checkpoint import FileSystemReader  # noqa: E402
-from torch.distributed.checkpoint.metadata import Metadata  # noqa: E402
+from torch.distributed.checkpoint.metadata import (  # noqa: E402
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from r3train.config.checkpoint_settings import CheckpointSection  # noqa: E402
 from r3train.launch.resume import ResumePoint  # noqa: E402
@@ -230,6 +235,20 @@ def test_a_checkpoint_whose_metadata_runs_code_in_torchs_own_reader_runs_none_he
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.parametrize("chunks", [[(0, 2)], [(0, 2), (0, 2)], []])
+def test_a_tensor_of_which_a_part_is_missing_does_not_load(chunks, tmp_path):
+    """As a writer that saves one rank's experts leaves it."""
+    properties = TensorProperties(torch.float32)
+    chunks = [ChunkStorageMetadata(torch.Size([at, 0]), torch.Size([n, 3])) for at, n in chunks]
+    tensor = TensorStorageMetadata(properties, torch.Size([4, 3]), chunks)
+    put_state(tmp_path, 3)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Metadata({"decoder.experts": tensor})))
+    there = 6 if chunks else 0
+    said = rf"\.metadata: of decoder.experts {there} numbers are there, expected 12"
+    with pytest.raises(ValueError, match=said):
+        checkpoint.load_checkpoint(None, tmp_path)
+
+
 def test_values_beside_the_tensors_run_no_code(capsys):
     def stored(value):
         file = io.BytesIO()
@@ -250,6 +269,17 @@ def alone_in_a_group():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+def test_a_tensor_with_a_hole_is_not_saved(alone_in_a_group, tmp_path, monkeypatch):
+    half = ShardedTensor.from_rank_offsets("experts", torch.ones(2), (0, 0, 2))
+    actor = SimpleNamespace(gather_parameters=lambda: None)
+    monkeypatch.setattr(checkpoint, "_whole_state", lambda actor: {"experts": half})
+    monkeypatch.setattr(checkpoint, "_write_state", lambda *_: None)
+    saver = checkpoint.Checkpointer(actor, CheckpointSection(save=tmp_path))
+    with pytest.raises(checkpoint.CheckpointError, match="experts"):
+        saver.save(1, {})
+    assert names(tmp_path) == []
 
 
 def test_a_checkpoint_whose_layers_state_runs_code_runs_none_here(
