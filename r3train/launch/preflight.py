@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -25,10 +26,11 @@ from r3train.config.cross_checks import (
     replayed_index_topk,
 )
 from r3train.config.data_settings import METADATA_KEY
-from r3train.config.hf_facts import HfModelFacts, read_hf_facts
+from r3train.config.hf_facts import HfModelFacts, load_json_object, read_hf_facts
 from r3train.config.sources import ConfigError, raise_all
 from r3train.families import (
     FAMILIES,
+    TINY_MODELS,
     has_linear_attention,
     has_sinks,
     is_of_text_and_images,
@@ -266,6 +268,7 @@ class _Checks:
         self.attempt(SETTINGS, check_model, config, hf, self.world_size)
         self.attempt(SETTINGS, check_freezing, config, hf)
         if config.has_engines and not config.rollout.rollout_external_engine_addrs:
+            self.attempt("checkpoint", check_class, hf)
             self.attempt(SETTINGS, check_server_split, config, hf)
             self.attempt(SETTINGS, check_says_choices, config, hf)
         if visible_gpus() and has_sinks(hf.model_type):
@@ -459,6 +462,8 @@ def preflight_evaluation(config: RunConfig) -> Job:
     starts_server = not (config.run.dry_run or config.rollout.rollout_external_engine_addrs)
     check_export(config.model.hf_checkpoint, weights=starts_server)
     hf = read_hf_facts(config.model.hf_checkpoint)
+    if not config.rollout.rollout_external_engine_addrs:
+        check_class(hf)
     tokenizer = load_tokenizer(config.model.hf_checkpoint)
     check_vocabulary(tokenizer, hf)
     for text in config.rollout.rollout_stop:
@@ -555,6 +560,21 @@ def check_external_server(
             )
     except EngineError as error:
         raise ValueError(f"{address}: does not answer as it should: {error}") from None
+
+
+def check_class(hf: HfModelFacts) -> None:
+    """Raise ValueError where config.json does not name the class by which our servers find the model."""
+    tiny, file = TINY_MODELS.get(hf.model_type), hf.path / "config.json"
+    if tiny is None:  # the family's check refuses it
+        return
+    name = f"{tiny.kind}For{'ConditionalGeneration' if tiny.vision else 'CausalLM'}"
+    name = name.replace("Kimi_", "Kimi")  # SGLang's name is without transformers' underscore
+    found = load_json_object(file).get("architectures")
+    if found != [name]:
+        raise ValueError(
+            f"{file}: architectures is {json.dumps(found)}, and servers find the model by it: write"
+            f' "architectures": ["{name}"]'
+        )
 
 
 def check_server_split(config: RunConfig, hf: HfModelFacts) -> None:
