@@ -246,7 +246,8 @@ class SGLangServer:
         the server's host, unless GLOO_SOCKET_IFNAME names one.
         """
         env = inherited(os.environ, self.env_names)
-        env |= {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+        # torch reads sources in the encoding of the locale
+        env |= {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "PYTHONUTF8": "1"}
         set_nccl_defaults(env)  # as in the ranks, on the weight group's other side
         env.pop(ENGINE_KEY_VARIABLE, None)
         if self.api_key:
