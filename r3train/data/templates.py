@@ -248,7 +248,7 @@ class RowTemplate:
         found = (
             (m["role"], token) for m in messages for token in self.special.findall(m["content"])
         )
-        end = self.chat.tokenizer.eos_token
+        end = getattr(self.chat.tokenizer, "eos_token", None)
         return sorted({token for role, token in found if role != "assistant" or token == end})
 
     def reads(self, key: str) -> bool:
