@@ -39,7 +39,9 @@ class ModelSection(Section):
     """Dispatcher that sends tokens to the ranks of their experts; flex needs DeepEP on CUDA."""
     moe_aux_loss_coeff: float = Field(default=0.0, ge=0)
     """Weight of each MoE layer's load-balancing loss.  That loss is a mean over microbatches, each
-    weighted by its rows; the policy loss next to it is a mean over loss tokens."""
+    weighted by its rows; the policy loss next to it is a mean over loss tokens.  With
+    ``--transformer-override moe_router_load_balancing_type=seq_aux_loss`` it is a mean over sequences,
+    each weighted by its rows, whatever packs they are in."""
     recompute_granularity: Annotated[
         Literal["full", "selective"] | None,
         requires("recompute_method", when="full"),

@@ -122,7 +122,9 @@ def read_rows(
     Rows that are too long are dropped, or refused, as ``data`` says.  Raises ValueError where none is left.
     """
     rows, overlong, remarks = [], [], []
+    has_tools, key = data.tool_key is None, data.tool_key
     for batch in _batches(file):
+        has_tools = has_tools or any(find_value(r.content, key) is not None for r in batch)
         for row, fault, odd in read(batch):
             remarks += odd
             if fault is None:
@@ -143,6 +145,9 @@ def read_rows(
         raise ValueError(
             f"{file.path}{part} {num_rows:,} rows" if num_rows else f"{file.path}: holds no {kind}"
         )
+    if not has_tools:
+        remedy = "name their key with --tool-key, or leave the flag out"
+        note(f"{file.path}: no row has tools (key {key})", remedy)
     first = {remark[1:]: remark[0] for remark in reversed(remarks)}
     for remark, count in Counter(remark[1:] for remark in remarks).items():
         text, remedy = remark
@@ -302,6 +307,8 @@ def _jsonl_records(path: Path) -> Iterator[Record]:
                         f"{path}:{number}: JSON over several lines; expected one object per line"
                     ) from None
                 raise ValueError(f"{path}:{number}:{error.colno}: not JSON: {error.msg}") from None
+            except ValueError as error:  # an integer of thousands of digits
+                raise ValueError(f"{path}:{number}: {error}") from None
             if not isinstance(content, dict):
                 raise ValueError(
                     f"{path}:{number}: expected a JSON object per line, got {type(content).__name__}"
@@ -319,6 +326,11 @@ def _parquet_records(path: Path) -> Iterator[Record]:
         with pyarrow.parquet.ParquetFile(path) as file:
             index = 0
             for batch in file.iter_batches():
+                # 0.1 of 32 bits is 0.1, not 0.10000000149011612
+                for n, field in enumerate(batch.schema):
+                    if pyarrow.types.is_float32(field.type):
+                        column = batch[n].cast(pyarrow.string()).cast(pyarrow.float64())
+                        batch = batch.set_column(n, field.name, column)
                 for content in batch.to_pylist():
                     yield Record(f"{path} row {index + 1}", index, content)
                     index += 1
@@ -401,8 +413,9 @@ def require_messages(
     answers: those of the assistant are to be trained, and what is said of them must have an effect.
     Raises ValueError naming row and message for what is no text chat.
     """
+    value = _or_its_messages(record, key, value)
     try:
-        messages, unknown = read_messages(_or_its_messages(record, key, value), template.reads)
+        messages, unknown = read_messages(value, template.reads)
     except ValueError as error:
         raise ValueError(f"{record.where}: key {key}: {error}") from None
     odd = {}

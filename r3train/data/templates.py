@@ -249,9 +249,12 @@ class RowTemplate:
         return cls(chat, _arguments_form(chat), re.compile(special or "(?!)"))
 
     def special_tokens_in(self, messages: Sequence[Message]) -> list[str]:
-        """The special tokens in texts of others than the assistant, sorted."""
-        texts = (m["content"] for m in messages if m["role"] != "assistant")
-        return sorted({token for text in texts for token in self.special.findall(text)})
+        """The special tokens in texts, of the assistant's only the token that ends them; sorted."""
+        found = (
+            (m["role"], token) for m in messages for token in self.special.findall(m["content"])
+        )
+        end = getattr(self.chat.tokenizer, "eos_token", None)
+        return sorted({token for role, token in found if role != "assistant" or token == end})
 
     def reads(self, key: str) -> bool:
         """Tell whether the template reads a key of messages."""

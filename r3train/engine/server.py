@@ -86,37 +86,14 @@ def other_models(model: Path) -> str:
 
     Returns "" where the class is in none.  SGLang imports all 250 otherwise, for more than a second.
     """
-    config = model / "config.json"
-    if not (texts := _sglang_models()) or not config.is_file():
+    sglang, config = find_spec("sglang"), model / "config.json"
+    if sglang is None or not config.is_file():
         return ""
     names = load_json_object(config).get("architectures") or ["-"]
+    folder = Path(sglang.submodule_search_locations[0]) / "srt" / "models"
+    texts = {file.stem: file.read_text(encoding="utf-8") for file in sorted(folder.glob("*.py"))}
     unused = [name for name, text in texts.items() if f"class {names[0]}(" not in text]
     return ",".join(unused) if len(unused) < len(texts) else ""
-
-
-def check_served_class(model: Path) -> None:
-    """Raise ValueError where config.json names no class that SGLang serves; pass where SGLang is not installed."""
-    texts, content = _sglang_models(), load_json_object(model / "config.json")
-    names = content.get("architectures")
-    name = names[0] if isinstance(names, list) and names else None
-    entries = re.findall(r"^EntryClass = (\[.*?\]|\w+)", "\n".join(texts.values()), re.M | re.S)
-    classes = set(re.findall(r"\w+", " ".join(entries)))
-    if not texts or name in classes:
-        return
-    wanted = f"{content.get('model_type')}forcausallm".replace("_", "")
-    right = next((found for found in sorted(classes) if found.lower() == wanted), "...ForCausalLM")
-    raise ValueError(
-        f"{model}/config.json: architectures is {names}, which SGLang does not serve: write"
-        f' "architectures": ["{right}"]'
-    )
-
-
-def _sglang_models() -> dict[str, str]:
-    """Return the source of each of SGLang's models by its file's name; {} where SGLang is not installed."""
-    if (sglang := find_spec("sglang")) is None:
-        return {}
-    folder = Path(sglang.submodule_search_locations[0]) / "srt" / "models"
-    return {file.stem: file.read_text(encoding="utf-8") for file in sorted(folder.glob("*.py"))}
 
 
 def server_flags(args: Mapping[str, object]) -> list[str]:
@@ -269,7 +246,8 @@ class SGLangServer:
         the server's host, unless GLOO_SOCKET_IFNAME names one.
         """
         env = inherited(os.environ, self.env_names)
-        env |= {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+        # torch reads sources in the encoding of the locale
+        env |= {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "PYTHONUTF8": "1"}
         set_nccl_defaults(env)  # as in the ranks, on the weight group's other side
         env.pop(ENGINE_KEY_VARIABLE, None)
         if self.api_key:

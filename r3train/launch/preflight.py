@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -26,10 +27,11 @@ from r3train.config.cross_checks import (
     replayed_index_topk,
 )
 from r3train.config.data_settings import METADATA_KEY
-from r3train.config.hf_facts import HfModelFacts, read_hf_facts
+from r3train.config.hf_facts import HfModelFacts, load_json_object, read_hf_facts
 from r3train.config.sources import ConfigError, raise_all
 from r3train.families import (
     FAMILIES,
+    TINY_MODELS,
     has_linear_attention,
     has_sinks,
     is_of_text_and_images,
@@ -46,7 +48,6 @@ from r3train.engine.control import EngineControl
 from r3train.engine.flags import check_server_flags, server_fields
 from r3train.engine.key import engine_api_key
 from r3train.engine.refusals import refused
-from r3train.engine.server import check_served_class
 from r3train.environments.named_environments import begin_environment, get_environment, get_tools
 from r3train.hf_checkpoint import (
     check_export,
@@ -287,10 +288,9 @@ class _Checks:
         self.attempt(SETTINGS, check_model, config, hf, self.world_size)
         self.attempt(SETTINGS, check_freezing, config, hf)
         if config.has_engines and not config.rollout.rollout_external_engine_addrs:
+            self.attempt("checkpoint", check_class, hf)
             self.attempt(SETTINGS, check_server_split, config, hf)
             self.attempt(SETTINGS, check_says_choices, config, hf)
-            if self.for_node:
-                self.attempt("checkpoint", check_served_class, hf.path)
         if visible_gpus() and has_sinks(hf.model_type):
             with suppress(PackageNotFoundError):  # which check_layers_here has said
                 engine = version("transformer_engine")
@@ -486,6 +486,8 @@ def preflight_evaluation(config: RunConfig) -> Job:
     starts_server = not (config.run.dry_run or config.rollout.rollout_external_engine_addrs)
     check_export(config.model.hf_checkpoint, weights=starts_server)
     hf = read_hf_facts(config.model.hf_checkpoint)
+    if not config.rollout.rollout_external_engine_addrs:
+        check_class(hf)
     tokenizer = load_tokenizer(config.model.hf_checkpoint)
     check_vocabulary(tokenizer, hf)
     for text in config.rollout.rollout_stop:
@@ -604,6 +606,21 @@ def check_external_server(
     except EngineError as error:
         text = f"{address}: does not answer as it should: {error}; r3train serve starts a server"
         raise ValueError(text) from None
+
+
+def check_class(hf: HfModelFacts) -> None:
+    """Raise ValueError where config.json does not name the class by which our servers find the model."""
+    tiny, file = TINY_MODELS.get(hf.model_type), hf.path / "config.json"
+    if tiny is None:  # the family's check refuses it
+        return
+    name = f"{tiny.kind}For{'ConditionalGeneration' if tiny.vision else 'CausalLM'}"
+    name = name.replace("Kimi_", "Kimi")  # SGLang's name is without transformers' underscore
+    found = load_json_object(file).get("architectures")
+    if found != [name]:
+        raise ValueError(
+            f"{file}: architectures is {json.dumps(found)}, and servers find the model by it: write"
+            f' "architectures": ["{name}"]'
+        )
 
 
 def check_server_split(config: RunConfig, hf: HfModelFacts) -> None:

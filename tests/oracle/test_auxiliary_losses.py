@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,10 @@ LENGTHS = [(138, 12), (72, 12), (130, 12), (80, 12), (138, 12), (72, 12), (138, 
 COEFF = 0.5
 LOSSES = {
     "aux": {"moe_aux_loss_coeff": COEFF},
+    "sequence": {
+        "moe_aux_loss_coeff": COEFF,
+        "transformer_overrides": {"moe_router_load_balancing_type": "seq_aux_loss"},
+    },
     "z": {"transformer_overrides": {"moe_z_loss_coeff": COEFF}},
 }
 SEVERAL = dict(max_tokens_per_gpu=240)
@@ -35,6 +40,8 @@ RUNS = {
         "one microbatch": {},
         "several": SEVERAL,
         "several, recomputed": SEVERAL | RECOMPUTED,
+        "several, experts recomputed": SEVERAL
+        | dict(recompute_granularity="selective", recompute_modules=("moe",)),
         "without replay": SEVERAL | dict(use_rollout_routing_replay=False),
     },
     2: {
@@ -77,8 +84,9 @@ def expected(
     """Float64 gradients of the loss as it is documented; [microbatch][sample] traces."""
     total, rows = torch.zeros(()).double(), sum(n + m for n, m in LENGTHS)
     for traces in microbatches:
-        for layer in range(MODEL.num_layers):
-            logits = torch.cat([trace.logits[layer] for trace in traces])
+        parts = [[trace] for trace in traces] if loss == "sequence" else [traces]
+        for part, layer in itertools.product(parts, range(MODEL.num_layers)):
+            logits = torch.cat([trace.logits[layer] for trace in part])
             if loss == "z":
                 total = total + COEFF * logits.logsumexp(-1).square().sum() / rows
                 continue
@@ -103,7 +111,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("world_size", RUNS)
 def test_a_loss_weighs_what_was_configured_whatever_share_is_trained(world_size, model, tmp_path):
     found = in_ranks(world_size, tmp_path, train, model, world_size)[0]
-    assert len(found) == 2 * len(RUNS[world_size])
+    assert len(found) == len(LOSSES) * len(RUNS[world_size])
     hf = read_hf_facts(model)
     weights = {
         n: w.double().requires_grad_() for n, w in load_file(model / "model.safetensors").items()
@@ -127,18 +135,13 @@ def test_a_loss_weighs_what_was_configured_whatever_share_is_trained(world_size,
             assert error < 1e-3, (run, name, float(error), float(want.norm()))
 
 
-def of_three_samples(model: Path) -> dict[str, torch.Tensor]:
+def of_three_samples(model: Path, **fields: Any) -> dict[str, torch.Tensor]:
     """The gradients of three samples, each a microbatch of its own."""
     from r3train.trainer.megatron.export import export_hf_weights
 
     hf = read_hf_facts(model)
-    config = configuration(
-        model,
-        use_rollout_routing_replay=True,
-        rollout_batch_size=3,
-        max_tokens_per_gpu=16,
-        moe_aux_loss_coeff=COEFF,
-    )
+    settings = dict(rollout_batch_size=3, max_tokens_per_gpu=24, moe_aux_loss_coeff=COEFF)
+    config = configuration(model, use_rollout_routing_replay=True, **settings | fields)
     batch = samples(hf, [(4, 10)] * 3, advantage=0.0)
     with actor_of(config) as actor:
         slices, _ = slices_of(actor, config, hf, batch)
@@ -154,3 +157,21 @@ def test_a_rank_with_a_pack_of_padding_alone_adds_nothing(model, tmp_path):
     assert any(g.any() for g in one.values())
     for name, want in one.items():
         torch.testing.assert_close(two[name], want, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def in_packs_of_24_and_of_1024(model: Path, losses: str) -> list[dict[str, torch.Tensor]]:
+    overrides = {"moe_router_load_balancing_type": losses}
+    return [
+        of_three_samples(model, max_tokens_per_gpu=tokens, transformer_overrides=overrides)
+        for tokens in (24, 1024)
+    ]
+
+
+@pytest.mark.parametrize("losses, alike", [("seq_aux_loss", True), ("aux_loss", False)])
+def test_the_loss_of_a_sequence_is_the_same_in_every_pack(losses, alike, model, tmp_path):
+    alone, packed = in_ranks(1, tmp_path, in_packs_of_24_and_of_1024, model, losses)[0]
+    routers = [n for n in alone if n.endswith("mlp.gate.weight")]
+    assert len(routers) == MODEL.num_layers
+    for name in routers:
+        distance = (alone[name] - packed[name]).norm() / alone[name].norm()
+        assert distance < 1e-5 if alike else distance > 0.05, (name, float(distance))

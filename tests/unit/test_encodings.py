@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from r3train.engine.server import SGLangServer
+
 ROOT = Path(__file__).parents[2]
 OPENERS = ("open", "fdopen", "NamedTemporaryFile", "read_text", "write_text")
 OF_TEXT = ("", "r", "w", "a", "x", "r+", "w+", "a+", "rt", "wt", "at")
@@ -64,3 +66,13 @@ def test_a_server_starts_in_a_locale_that_is_not_utf_8(tmp_path):
         encoding="utf-8",
     )
     assert "bailing_moe" in done.stdout, done.stderr
+
+
+def test_what_a_server_imports_reads_its_files_in_a_locale_that_is_not_utf_8(tmp_path, monkeypatch):
+    """Sources of torch, say."""
+    for name, value in {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "source").write_text("\u2014", encoding="utf-8")
+    environment = SGLangServer(tmp_path, tmp_path / "log", device="cpu").environment()
+    code = f"assert len(open({str(tmp_path / 'source')!r}).read()) == 1"
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)

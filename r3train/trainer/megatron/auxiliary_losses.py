@@ -2,8 +2,8 @@
 
 Megatron multiplies an auxiliary loss by rows, prompts included, and divides all gradients by the loss
 tokens of the step.  The loss then weighs rows / loss tokens times what was configured.  Here a
-load-balancing loss counts as a mean over the step's microbatches, weighted by their rows, and the z-loss as
-a mean over its rows.
+load-balancing loss counts as a mean over the step's microbatches (``seq_aux_loss``: over its sequences), weighted
+by their rows, and the z-loss as a mean over its rows.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ from megatron.core.transformer.moe.moe_utils import (
 from megatron.core.transformer.moe.router import TopKRouter
 
 from r3train.patches import patch
+from r3train.trainer.megatron.replay import in_recomputation
 from r3train.types import RankSlice, RankTopology
 
 _WEIGHT = "auxiliary losses would weigh rows / loss tokens times what was configured"
+_SEQUENCES = "seq_aux_loss would take a pack of sequences for one"
 
 
 def _token_counts(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any, Any]:
@@ -56,10 +58,19 @@ class AuxiliaryLosses:
         self._without_padding = without_padding
         self._loss_tokens_per_row: torch.Tensor | None = None
         self._rows: torch.Tensor | None = None  # of this rank in the router's call
-        routers = [m for chunk in chunks for m in chunk.modules() if isinstance(m, TopKRouter)]
-        self._routers = [
-            r for r in routers if r.is_aux_loss_enabled() or r.config.moe_z_loss_coeff is not None
-        ]
+        # chunk -> cu_seqlens int32[B + 1] of the pack that runs forward, and of the one that autograd walks back
+        self._forward: dict[torch.nn.Module, torch.Tensor] = {}
+        self._backward: dict[torch.nn.Module, torch.Tensor] = {}
+        self._routers = {
+            m: chunk
+            for chunk in chunks
+            for m in chunk.modules()
+            if isinstance(m, TopKRouter)
+            and (m.is_aux_loss_enabled() or m.config.moe_z_loss_coeff is not None)
+        }
+        for chunk in set(self._routers.values()):
+            chunk.register_forward_pre_hook(self._begin_forward, with_kwargs=True)
+            chunk.register_forward_hook(self._expect_backward)
         patch(
             router_module,
             "get_tokens_per_expert_and_token_count",
@@ -75,6 +86,13 @@ class AuxiliaryLosses:
                 expects="(activation, aux_loss_coeff, aux_loss, aux_loss_name, reduce_group,"
                 " needs_dp_avg=True, valid_token_count=None)",
                 why=_WEIGHT,
+            )
+            patch(
+                router,
+                "_apply_seq_aux_loss",
+                partial(self._apply_sequence_loss, router),
+                expects="(probs, scores_for_aux_loss, routing_map, seq_length, bsz, with_padding_mask=False)",
+                why=_SEQUENCES,
             )
             z_loss, expects = partial(self._begin_call, router), "(logits, padding_mask=None)"
             patch(router, "apply_z_loss", z_loss, expects=expects, why=_WEIGHT)
@@ -107,6 +125,46 @@ class AuxiliaryLosses:
         rows = self._rows.clone()
         dist.all_reduce(rows, group=reduce_group)  # of the microbatch, on all ranks that share it
         return MoEAuxLossAutoScaler.apply(activation, aux_loss * rows * self._loss_tokens_per_row)
+
+    def _begin_forward(self, chunk: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        self._forward[chunk] = kwargs["packed_seq_params"].cu_seqlens_q
+
+    def _expect_backward(self, chunk: torch.nn.Module, args: tuple, out: torch.Tensor) -> None:
+        if out.requires_grad:
+            pack = {chunk: self._forward[chunk]}
+            # fires before any recomputation below the chunk's output
+            out.register_hook(lambda _: self._backward.update(pack))
+
+    def _apply_sequence_loss(
+        self,
+        router: TopKRouter,
+        probs: torch.Tensor,
+        scores_for_aux_loss: torch.Tensor,
+        routing_map: torch.Tensor,
+        seq_length: int,
+        bsz: int,
+        with_padding_mask: bool = False,
+    ) -> torch.Tensor:
+        """Attach this rank's share of the load-balancing loss of each sequence, weighted by its rows.
+
+        scores_for_aux_loss: float32[m, E].  routing_map: bool[m, E].  Both are 0 in rows that a mask leaves out.
+        """
+        coeff = router.get_aux_loss_coeff("seq_aux_loss")
+        if coeff == 0:
+            return probs
+        packs = self._backward if in_recomputation() else self._forward
+        # context-parallel ranks hold the same share of each sequence
+        ends = packs[self._routers[router]][1:] // self._topology.cp_size
+        first = self._topology.tp_rank * seq_length if self._topology.sequence_parallel else 0
+        rows = torch.arange(first, first + seq_length, dtype=ends.dtype, device=ends.device)
+        sequences = torch.searchsorted(ends, rows, right=True)
+        load = scores_for_aux_loss.new_zeros(len(ends), scores_for_aux_loss.shape[1])
+        load.index_add_(0, sequences, routing_map.to(load.dtype))
+        dist.all_reduce(load, group=router.tp_cp_group)
+        share = load / load.sum(1, keepdim=True).clamp_min(1)  # [B, E]
+        balance = router.config.num_moe_experts * (share[sequences] * scores_for_aux_loss).sum()
+        loss = coeff * balance  # a sequence's loss times its rows, summed
+        return MoEAuxLossAutoScaler.apply(probs, loss * self._loss_tokens_per_row)
 
     def _begin_call(
         self, router: TopKRouter, logits: torch.Tensor, padding_mask: torch.Tensor | None = None

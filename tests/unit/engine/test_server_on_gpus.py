@@ -99,7 +99,8 @@ def test_a_servers_whole_environment(device, own, key, monkeypatch):
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.setenv(name, "expandable_segments:True")
     server = SGLangServer("m", "log", device=device, dtype="bfloat16", api_key=key)
-    expected = {"PATH": "/bin", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"} | own
+    expected = {"PATH": "/bin", "HF_HUB_OFFLINE": "1"} | own
+    expected |= {"PYTHONUNBUFFERED": "1", "PYTHONUTF8": "1"}
     if key:
         expected[ENGINE_KEY_VARIABLE] = key
     nccl = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}

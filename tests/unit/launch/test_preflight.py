@@ -31,10 +31,11 @@ from r3train.data.tokenizer import load_tokenizer
 from r3train.hf_checkpoint import identity
 from r3train.launch.other_models import check_other_model, served_teacher
 from r3train.launch import preflight as preflight_module
-from r3train.launch.preflight import check_linear_kernels, check_sinks, preflight
+from r3train.launch.preflight import check_class, check_linear_kernels, check_sinks, preflight
 from r3train.launch.limits import server_ports
 from r3train.launch.resume import resume_point, run_facts
 from r3train.verify.tiny import build
+from r3train.families.published import PUBLISHED, published_names
 from r3train.families.tiny_options import TinyOptions
 from r3train.trainer.megatron.saved_state import LATEST, STATE
 from tests.http_serving import in_a_thread
@@ -924,6 +925,31 @@ def test_ids_of_a_tokenizer_that_the_model_lacks_are_refused(place, number, said
     file.write_text(json.dumps(content))
     result = start(tiny, "--dry-run", "--hf-checkpoint", str(model))
     assert result.exit_code == 2 and said in words(result), result.output
+
+
+@pytest.mark.parametrize(
+    "classes",
+    [None, [], "Qwen3MoeForCausalLM", ["Qwen3MoeModel"], ["Qwen3MoeForSequenceClassification"]],
+)
+def test_a_class_by_which_no_server_finds_the_model_is_refused(classes, tiny, tmp_path):
+    """L7: the run ended in SGLang's traceback."""
+    model = Path(shutil.copytree(tiny / "model", tmp_path / "model"))
+    content = json.loads((model / "config.json").read_text())
+    assert content.pop("architectures") == ["Qwen3MoeForCausalLM"]
+    content |= {} if classes is None else {"architectures": classes}
+    (model / "config.json").write_text(json.dumps(content))
+    said = f"{model}/config.json: architectures is {json.dumps(classes)}"
+    alone = ["eval", str(model), "--eval-prompt-data", "held-out", str(tiny / "prompts.jsonl")]
+    alone += ["--dry-run", "--rollout-max-response-len", "8", "--rm-type", "accepted_words"]
+    model_flag = ("--dry-run", "--hf-checkpoint", str(model))
+    for result in (start(tiny, *model_flag), CliRunner().invoke(main, alone)):
+        assert result.exit_code == 2 and said in words(result), result.output
+        assert '"architectures": ["Qwen3MoeForCausalLM"]' in words(result)
+
+
+@pytest.mark.parametrize("name", published_names())
+def test_published_models_name_the_class_of_their_servers(name):
+    check_class(read_hf_facts(PUBLISHED / name))
 
 
 def test_a_number_of_experts_that_would_take_all_memory_is_refused(tiny, tmp_path):
