@@ -303,16 +303,6 @@ def test_a_wrong_command_is_refused(words, said, tiny):
     assert result.output.rstrip().endswith(said.replace("MODEL", model))
 
 
-@pytest.mark.parametrize("given", [None, [], ["Qwen3MoeModel"]])
-def test_a_class_that_no_server_has_is_answered_with_the_familys(given, tiny, tmp_path):
-    model = shutil.copytree(tiny / "model", tmp_path / "model")
-    content = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**content, "architectures": given}))
-    result = start(tiny, "--hf-checkpoint", str(model), "--dry-run")
-    assert result.exit_code == 2, result.output
-    assert result.output.rstrip().endswith('write "architectures": ["Qwen3MoeForCausalLM"]')
-
-
 def test_a_bfloat16_checkpoint_that_trains_in_float32_is_a_warning(tiny, tmp_path):
     model = shutil.copytree(tiny / "model", tmp_path / "model")
     weights = load_file(model / "model.safetensors")
