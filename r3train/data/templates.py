@@ -225,7 +225,7 @@ class ChatTemplate:
                 list(messages), add_generation_prompt=asks, tokenize=False, **arguments
             )
         except Exception as error:  # a template is a program: it may raise anything
-            if not self.tokenizer.chat_template:
+            if "tokenizer.chat_template is not set" in str(error):
                 error = ValueError(
                     "the checkpoint has none: take an Instruct checkpoint, or put a chat_template.jinja into its"
                     " directory"

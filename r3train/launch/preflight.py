@@ -574,7 +574,7 @@ def _model_warnings(
     if is_of_text_and_images(hf.model_type):
         text = f"{hf.model_type}: text alone is trained and served, its vision tower does not move"
         yield JobWarning("checkpoint", text, "an export has the tower as it was")
-    rounded = rounded_tensors(hf) if config.model.bf16 and names else []
+    rounded = rounded_tensors(hf) if config.model.bf16 and kinds else []
     if rounded:
         text = f"{', '.join(rounded)}: in float32 on disk, and --bf16 rounds them"
         yield JobWarning("checkpoint", text, "the servers get them so, and an export")
