@@ -52,7 +52,6 @@ def read_request(body: bytes, retry_header: str | None = None, strict: bool = Fa
     choice = fields.get("tool_choice")
     kind = choice.get("type") if isinstance(choice, dict) else None
     return made_call(
-        body,
         fields,
         _messages(fields),
         _tools(fields.get("tools")),
@@ -67,23 +66,29 @@ def read_request(body: bytes, retry_header: str | None = None, strict: bool = Fa
 
 def answer_json(answer: ChatAnswer, call: ChatCall) -> bytes:
     """An answer as the body that Anthropic's API gives."""
-    return orjson.dumps(_head(answer, call) | {"content": list(_blocks(answer))} | _end(answer))
+    made = {"content": list(_blocks(answer)), "usage": _usage(answer)}
+    return orjson.dumps(_head(call) | made | _end(answer))
 
 
 def answer_events(answer: ChatAnswer, call: ChatCall) -> bytes:
     """A whole answer as server-sent events: its beginning, each block in one piece, its end."""
-    return b"".join(
-        b"event: %s\ndata: %s\n\n" % (event["type"].encode(), orjson.dumps(event))
-        for event in _events(answer, call)
-    )
+    return begin_events(call) + b"".join(map(_written, _events(answer)))
 
 
-PING = b'event: ping\ndata: {"type": "ping"}\n\n'
+def _written(event: dict[str, Any]) -> bytes:
+    return b"event: %s\ndata: %s\n\n" % (event["type"].encode(), orjson.dumps(event))
+
+
+_NO_END = {"stop_reason": None, "stop_sequence": None}
+# some clients give up a stream in which nothing but pings comes
+PING = _written({"type": "ping"}) + _written(
+    {"type": "message_delta", "delta": _NO_END, "usage": {"output_tokens": 0}}
+)
 
 
 def begin_events(call: ChatCall) -> bytes:
-    """The first events of a stream, as ``answer_events`` begins: none before the prompt's tokens are known."""
-    return b""
+    """The first events of a stream, as ``answer_events`` begins."""
+    return _written({"type": "message_start", "message": _head(call)})
 
 
 def error_event(refused: ChatRefused, call: ChatCall) -> bytes:
@@ -193,7 +198,7 @@ def _tools(value: Any) -> Any:
     return made
 
 
-def _head(answer: ChatAnswer, call: ChatCall) -> dict[str, Any]:
+def _head(call: ChatCall) -> dict[str, Any]:
     return {
         "id": f"msg_{call.number}",
         "type": "message",
@@ -202,7 +207,7 @@ def _head(answer: ChatAnswer, call: ChatCall) -> dict[str, Any]:
         "content": [],
         "stop_reason": None,
         "stop_sequence": None,
-        "usage": {"input_tokens": answer.prompt_tokens, "output_tokens": answer.completion_tokens},
+        "usage": {"input_tokens": 0, "output_tokens": 0},  # the end of a stream has them
     }
 
 
@@ -224,15 +229,17 @@ def _blocks(answer: ChatAnswer) -> Iterator[dict[str, Any]]:
         yield {"type": "tool_use", "id": call["id"], "name": function["name"], "input": arguments}
 
 
-def _events(answer: ChatAnswer, call: ChatCall) -> Iterator[dict[str, Any]]:
-    yield {"type": "message_start", "message": _head(answer, call)}
+def _usage(answer: ChatAnswer) -> dict[str, int]:
+    return {"input_tokens": answer.prompt_tokens, "output_tokens": answer.completion_tokens}
+
+
+def _events(answer: ChatAnswer) -> Iterator[dict[str, Any]]:
     for index, block in enumerate(_blocks(answer)):
         empty, delta = _parts(block)
         yield {"type": "content_block_start", "index": index, "content_block": empty}
         yield {"type": "content_block_delta", "index": index, "delta": delta}
         yield {"type": "content_block_stop", "index": index}
-    usage = {"output_tokens": answer.completion_tokens}
-    yield {"type": "message_delta", "delta": _end(answer), "usage": usage}
+    yield {"type": "message_delta", "delta": _end(answer), "usage": _usage(answer)}
     yield {"type": "message_stop"}
 
 

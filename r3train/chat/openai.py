@@ -56,6 +56,7 @@ _OTHERS = frozenset(
     " service_tier safety_identifier prompt_cache_key prompt_cache_retention chat_template_kwargs"
     " enable_thinking".split()
 )
+_FORM = frozenset("stream stream_options metadata client_metadata".split())  # of no answer
 _MOST_STOPS = 16
 _MOST_DEPTH = 100  # what reads a value recursively must not end the run
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,40}")
@@ -88,7 +89,6 @@ def read_request(body: bytes, retry_header: str | None = None, strict: bool = Fa
     choice = fields.get("tool_choice")
     named = choice.get("function") if isinstance(choice, dict) else None
     call = made_call(
-        body,
         fields,
         fields.get("messages"),
         fields.get("tools"),
@@ -103,7 +103,6 @@ def read_request(body: bytes, retry_header: str | None = None, strict: bool = Fa
 
 
 def made_call(
-    body: bytes,
     fields: dict[str, Any],
     messages: Any,
     tools: Any,
@@ -141,7 +140,7 @@ def made_call(
         values = values | {"enable_thinking": fields["enable_thinking"]}
     request = ChatRequest(
         messages=checked_messages(messages),
-        digest=hashlib.blake2b(body, digest_size=16).digest(),  # clients retry with the same bytes
+        digest=_digest(fields),
         tools=tools,
         max_tokens=max_tokens,
         stop=stop,
@@ -193,6 +192,13 @@ def error_json(refused: ChatRefused) -> bytes:
     kind = "invalid_request_error" if refused.status < 500 else "server_error"
     error = {"message": str(refused), "type": kind, "param": None, "code": refused.code}
     return orjson.dumps({"error": error})
+
+
+def _digest(fields: dict[str, Any]) -> bytes:
+    """16 bytes that a client's later tries share; one that gives up a stream may ask for JSON."""
+    asked = {name: value for name, value in fields.items() if name not in _FORM}
+    content = orjson.dumps(asked, option=orjson.OPT_SORT_KEYS)
+    return hashlib.blake2b(content, digest_size=16).digest()
 
 
 def json_object(body: bytes) -> dict[str, Any]:

@@ -67,7 +67,6 @@ def read_request(body: bytes, retry_header: str | None = None, strict: bool = Fa
     is_named = isinstance(choice, dict) and choice.get("type") == "function"
     ignored = ignored_fields(fields, _IGNORED, _STRICT, _OTHERS | _REFUSED.keys())
     return made_call(
-        body,
         fields,
         _messages(fields),
         tools,

@@ -36,8 +36,10 @@ def test_what_is_no_number_marks_no_retry(header, retry):
     assert _read(header).request.retry == retry
 
 
-def test_only_the_same_body_has_the_same_digest():
+def test_only_the_same_body_has_the_same_digest_in_whatever_form_its_answer_is_wanted():
     assert _read().request.digest == _read().request.digest
+    again = _read(stream=True, stream_options={"include_usage": True}, metadata={"try": "2"})
+    assert again.request.digest == _read().request.digest
     assert _read().request.digest != _read(user="another").request.digest
 
 
