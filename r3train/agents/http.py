@@ -290,8 +290,10 @@ class ChatEndpoint:
             if not _is_connected(request):
                 raise ConnectionError("its client is gone")
             body = await request.read()
-            if self._other and not self._is_policy(str(openai.json_object(body).get("model", ""))):
-                return await self._elsewhere(request, session, body)
+            if self._other is not None:
+                name = openai.json_object(body).get("model") or _MODEL
+                if not self._is_policy(session, str(name)):
+                    return await self._elsewhere(request, body)
             chat_call = await self._asked(dialect, request, session)
             if session.is_over:
                 raise _session_over()
@@ -363,8 +365,7 @@ class ChatEndpoint:
         body, retries = await request.read(), request.headers.get("x-stainless-retry-count")
         read = partial(dialect.read_request, body, retries, self._strict)
         call = await asyncio.to_thread(read) if len(body) > _READ_AT_ONCE else read()
-        self._count_name(session, call.model)
-        if not self._is_policy(call.model):
+        if self._other is None and not self._is_policy(session, call.model):
             raise ChatRefused(
                 404,
                 "model_not_found",
@@ -373,20 +374,16 @@ class ChatEndpoint:
             )
         return call
 
-    def _is_policy(self, name: str) -> bool:
+    def _is_policy(self, session: _Session, name: str) -> bool:
+        """Tell by a request's name whether it is the policy's, and count it."""
+        is_known = name in session.models or len(session.models) < _NAMES_KEPT
+        session.models[name[:100] if is_known else "others"] += 1
         if self._model is not None:
             return name in (self._model, _MODEL)
         return _OTHERS.match(name) is None
 
-    def _count_name(self, session: _Session, name: str) -> None:
-        is_known = name in session.models or len(session.models) < _NAMES_KEPT
-        session.models[name[:100] if is_known else "others"] += 1
-
-    async def _elsewhere(
-        self, request: web.Request, session: _Session, body: bytes
-    ) -> web.StreamResponse:
+    async def _elsewhere(self, request: web.Request, body: bytes) -> web.StreamResponse:
         """Give a request to the endpoint of other models; nothing of it is trained."""
-        self._count_name(session, str(orjson.loads(body).get("model")))
         self._client = self._client or aiohttp.ClientSession(timeout=aiohttp.ClientTimeout())
         names = ("Content-Type", "anthropic-version", "anthropic-beta")
         headers = {name: request.headers[name] for name in names if name in request.headers}

@@ -25,15 +25,11 @@ from r3train.chat.openai import (
 )
 from r3train.user_code import quoted
 
-_REFUSED: Fields = {
-    "previous_response_id": ((None,), "nothing is stored: send the whole input"),
-    "conversation": ((None,), "nothing is stored: send the whole input"),
-    "prompt": ((None,), "nothing is stored: send the whole input"),
-    "background": ((None, False), "nothing is stored"),
-}
-_STRICT: Fields = {
-    "text.format": ((None, {"type": "text"}), "answers are free text"),
-}
+_STATE = ((None, False), "nothing is stored: send the whole input")
+_REFUSED: Fields = dict.fromkeys(
+    "previous_response_id conversation prompt background".split(), _STATE
+)
+_STRICT: Fields = {"text.format": ((None, {"type": "text"}), "answers are free text")}
 _IGNORED: dict[str, tuple[Any, ...]] = {
     "temperature": (None,),
     "top_p": (None,),
@@ -48,6 +44,10 @@ _OTHERS = frozenset(
     " service_tier safety_identifier prompt_cache_key prompt_cache_retention include truncation"
     " chat_template_kwargs enable_thinking".split()
 )
+
+# what clients expect in a response
+_UNSET = dict.fromkeys("instructions temperature top_p".split())
+_UNSET |= {"metadata": {}, "parallel_tool_calls": True, "tool_choice": "auto", "tools": []}
 
 
 def read_request(body: bytes, retry_header: str | None = None, strict: bool = False) -> ChatCall:
@@ -120,8 +120,8 @@ def _messages(fields: dict[str, Any]) -> list[Message]:
         kind = item.get("type", "message") if isinstance(item, dict) else None
         if kind == "reasoning":
             parts = item.get("content") or item.get("summary") or []
-            texts = [part.get("text") for part in parts if isinstance(part, dict)]
-            thoughts = {"reasoning_content": "\n".join(filter(_is_text, texts))}
+            texts = (part.get("text") for part in parts if isinstance(part, dict))
+            thoughts = {"reasoning_content": "\n".join(t for t in texts if isinstance(t, str))}
         elif kind == "message":
             message = {"role": item.get("role"), "content": item.get("content")}
             made.append(message | (thoughts if item.get("role") == "assistant" else {}))
@@ -134,7 +134,7 @@ def _messages(fields: dict[str, Any]) -> list[Message]:
             calls = made[-1].setdefault("tool_calls", [])
             calls.append({"id": item.get("call_id"), "function": function})
         elif kind == "function_call_output":
-            if not _is_text(item.get("call_id")):
+            if not isinstance(item.get("call_id"), str):
                 raise _refused(f"{where}: an output with call_id {quoted(item.get('call_id'))}")
             output = {"content": item.get("output"), "tool_call_id": item["call_id"]}
             made.append({"role": "tool", **output})
@@ -180,34 +180,21 @@ def _response(
     call: ChatCall, items: list[dict[str, Any]], answer: ChatAnswer | None
 ) -> dict[str, Any]:
     """The response that clients hold: with its answer, or while there is none."""
-    is_cut = answer is not None and answer.finish_reason == "length"
-    made = {
-        "id": f"resp_{call.number}",
-        "object": "response",
-        "created_at": call.created,
-        "status": "incomplete" if is_cut else "completed" if answer else "in_progress",
-        "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-        "model": call.model,
-        "output": items,
-        "usage": None,
-        "error": None,
-        "instructions": None,
-        "metadata": {},
-        "parallel_tool_calls": True,
-        "tool_choice": "auto",
-        "tools": [],
-        "temperature": None,
-        "top_p": None,
-    }
+    status, details, usage = "in_progress", None, None
     if answer is not None:
-        made["usage"] = {
+        is_cut = answer.finish_reason == "length"
+        status = "incomplete" if is_cut else "completed"
+        details = {"reason": "max_output_tokens"} if is_cut else None
+        usage = {
             "input_tokens": answer.prompt_tokens,
             "input_tokens_details": {"cached_tokens": 0},
             "output_tokens": answer.completion_tokens,
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": answer.prompt_tokens + answer.completion_tokens,
         }
-    return made
+    made = {"id": f"resp_{call.number}", "object": "response", "created_at": call.created}
+    made |= {"status": status, "incomplete_details": details, "model": call.model, "output": items}
+    return made | {"usage": usage, "error": None, **_UNSET}
 
 
 def _events(answer: ChatAnswer, call: ChatCall) -> Iterator[dict[str, Any]]:
@@ -220,11 +207,10 @@ def _events(answer: ChatAnswer, call: ChatCall) -> Iterator[dict[str, Any]]:
         if item["type"] == "message":
             at |= {"content_index": 0}
             (part,) = item["content"]
-            text = {"text": part["text"], "logprobs": []}
+            at |= {"logprobs": []}
             yield {"type": "response.content_part.added", **at, "part": _text_part("")}
-            delta = {"delta": part["text"], "logprobs": []}
-            yield {"type": "response.output_text.delta", **at, **delta}
-            yield {"type": "response.output_text.done", **at, **text}
+            yield {"type": "response.output_text.delta", **at, "delta": part["text"]}
+            yield {"type": "response.output_text.done", **at, "text": part["text"]}
             yield {"type": "response.content_part.done", **at, "part": part}
         elif item["type"] == "function_call":
             kind, arguments = "response.function_call_arguments", item["arguments"]
@@ -242,10 +228,6 @@ def _written(number: int, event: dict[str, Any]) -> bytes:
 
 def _id(kind: str) -> str:
     return f"{kind}_{secrets.token_hex(12)}"
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
 
 
 def _refused(text: str) -> ChatRefused:

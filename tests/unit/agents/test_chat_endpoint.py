@@ -13,6 +13,8 @@ from aiohttp import web
 
 from r3train.agents.http import ChatEndpoint
 from r3train.chat.base import ChatRefused
+from r3train.config.agent_settings import AgentSection
+from r3train.launch.agents import make_chat_endpoint
 from tests.unit.agents.scripted import TOOL, Script, opened, until
 
 _ASK = [{"role": "user", "content": "hi"}]
@@ -378,6 +380,35 @@ async def test_other_models_are_asked_elsewhere_with_another_key_and_are_not_tra
             access = await endpoint.open(script)
             await endpoint.close(access.key)
     assert (len(judge.requests), len(script.requests)) == (2, 1)
+
+
+async def test_the_settings_of_a_run_are_the_endpoints(monkeypatch):
+    keys = []
+
+    async def judge(request):
+        keys.append(request.headers["Authorization"])
+        return web.json_response({"is": "the judge's"})
+
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", judge)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    port = runner.addresses[0][1]
+    monkeypatch.setenv("R3TRAIN_AGENT_OTHER_API_KEY", "sk-judge")
+    settings = {"agent_other_base_url": f"http://127.0.0.1:{port}/v1", "agent_strict": True}
+    endpoint = make_chat_endpoint(AgentSection(agent="m:f", agent_model="r3", **settings))
+    try:
+        access = await endpoint.open(Script())
+        for model, expected in (("r3", 400), ("judge", 200)):
+            body = orjson.dumps({"model": model, "messages": _ASK, "n": 2})
+            assert (await _post(access, body))[0] == expected
+        assert keys == ["Bearer sk-judge"]
+        await runner.cleanup()
+        status, answer = await _post(access, body)
+        assert status == 502 and f"--agent-other-base-url http://127.0.0.1:{port}" in str(answer)
+    finally:
+        await endpoint.stop()
 
 
 async def test_models_are_listed():
