@@ -20,6 +20,11 @@ from r3train.child_environment import inherited
 
 Result = TypeVar("Result")
 
+# Where harnesses look for the names of their models, Claude Code for those of its smaller ones too.
+_MODEL_NAMES = (
+    "OPENAI_MODEL OPENAI_DEFAULT_MODEL ANTHROPIC_MODEL ANTHROPIC_SMALL_FAST_MODEL CLAUDE_CODE_SUBAGENT_MODEL"
+    " ANTHROPIC_DEFAULT_OPUS_MODEL ANTHROPIC_DEFAULT_SONNET_MODEL ANTHROPIC_DEFAULT_HAIKU_MODEL".split()
+)
 _TAIL_BYTES = 16384
 _TAIL_LINES = 20
 
@@ -35,7 +40,7 @@ async def run_command(
 ) -> Reward | None:
     """Run a harness to its end; returns the reward that it wrote, None if it wrote none.
 
-    It runs in ``directory / "work"`` with ``access`` as OpenAI's and Anthropic's variables, ``task`` in R3TRAIN_TASK_FILE
+    It runs in ``directory / "work"`` with ``access`` as OpenAI's and Anthropic's variables, the model's name too, ``task`` in R3TRAIN_TASK_FILE
     (JSON: what the harness may know, so no label), and the run's environment without secrets; ``env_names``
     names further variables.  Raises AgentFailed, with its last lines, for a command that ends with another
     code than 0, takes longer than ``timeout_s`` or writes a reward that is none.  When this returns or
@@ -46,7 +51,8 @@ async def run_command(
     work = directory / "work"
     work.mkdir()
     task_file.write_text(json.dumps(task), encoding="utf-8")
-    environment = inherited(os.environ, env_names) | {
+    environment = dict.fromkeys(_MODEL_NAMES, access.model) | inherited(os.environ, env_names)
+    environment |= {
         "OPENAI_BASE_URL": access.base_url,
         "OPENAI_API_BASE": access.base_url,
         "OPENAI_API_KEY": access.key,

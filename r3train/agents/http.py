@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import re
 import resource
 import secrets
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
+import aiohttp
 import orjson
 from aiohttp import web
 
 from r3train.agents.harness_reward import Reward, read_reward
-from r3train.chat import anthropic, openai
+from r3train.chat import anthropic, openai, responses
 from r3train.chat.base import ChatAnswer, ChatRefused, ChatRequest
 from r3train.chat.openai import ChatCall
 
@@ -28,24 +31,42 @@ Answer = Callable[[ChatRequest], Awaitable[tuple[ChatAnswer, Callable[[bool], No
 _BODY_BYTES = 64 << 20
 _KEY_BYTES = 24
 _OVER_KEPT = 4096  # keys of ended sessions that are told so; older ones are unknown
-_MODELS = {"object": "list", "data": [{"id": "r3train", "object": "model", "owned_by": "r3train"}]}
+_MODEL = "r3train"
+# Names that are of models which nobody trains here: a judge's, a simulated user's, one for titles.
+_OTHERS = re.compile(
+    r"(.*/)?(gpt-(?!oss)|chatgpt|codex-|o[134](-|$)|text-embedding-|claude|gemini-|grok-|sonar|command-"
+    r"|deepseek-(chat|reasoner)$|qwen-(max|plus|turbo|flash)|qwen3-(max|coder-plus)|moonshot-|kimi-latest"
+    r"|mistral-(large|medium|small)-(latest|\d)|codestral|nova-|jamba-)",
+    re.IGNORECASE,
+)
+_HEADERS_S = 1.0  # a refusal is known by then
+_PING_S = 15.0
+_NAMES_KEPT = 32
+_READ_AT_ONCE = (
+    1 << 20
+)  # longer bodies are read on a thread: the event loop is that of all sessions
 
 
 class _Dialect(Protocol):
     """A module of ``r3train.chat`` that reads and writes one API."""
 
-    def read_request(self, body: bytes, retry_header: str | None) -> ChatCall: ...
+    PING: bytes
+
+    def read_request(self, body: bytes, retry_header: str | None, strict: bool) -> ChatCall: ...
     def answer_json(self, answer: ChatAnswer, call: ChatCall) -> bytes: ...
+    def begin_events(self, call: ChatCall) -> bytes: ...
     def answer_events(self, answer: ChatAnswer, call: ChatCall) -> bytes: ...
+    def error_event(self, refused: ChatRefused, call: ChatCall) -> bytes: ...
     def error_json(self, refused: ChatRefused) -> bytes: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """A way to the model for a harness: OpenAI's base_url, and the key of its session."""
+    """A way to the model for a harness: OpenAI's base_url, the key of its session, and the model's name."""
 
     base_url: str
     key: str
+    model: str = _MODEL
 
 
 @dataclass(eq=False, slots=True)
@@ -56,9 +77,12 @@ class _Call:
     whole history, and a garbage collection looks at all that a task holds.
     """
 
-    task: asyncio.Task[tuple[bytes, str, Callable[[bool], None]]] | None  # body, type, commit
+    task: asyncio.Task[tuple[ChatAnswer, Callable[[bool], None]]] | None  # the answer, commit
+    number: str  # of the answer's id
+    created: int
+    begun: asyncio.Event  # it is not refused any more
     clients: tuple[web.Request, ...] = ()
-    answer: tuple[bytes, str] | None = None  # of a settled one: body, type
+    answer: ChatAnswer | None = None  # of a settled one
 
     @property
     def settled(self) -> bool:
@@ -73,8 +97,8 @@ class _Call:
     def settle(self, delivered: bool) -> None:
         """Tell once what became of the answer."""
         if not self.settled:
-            body, kind, commit = self.task.result()
-            self.task, self.answer, self.clients = None, (body, kind), ()
+            self.answer, commit = self.task.result()
+            self.task, self.clients = None, ()
             commit(delivered)
 
 
@@ -82,16 +106,21 @@ class _Call:
 class _Session:
     answer: Answer
     take_reward: Callable[[Reward], None] | None
+    count: Callable[[ChatRequest], Awaitable[int]] | None
     slots: asyncio.Semaphore  # of its requests at once; another waits, its body unread
+    models: Counter[str] = field(default_factory=Counter)  # requests by the name they gave
     # by digest; failed ones are not kept
     calls: dict[bytes, list[_Call]] = field(default_factory=dict)
     is_over: bool = False
 
-    def to_join(self, digest: bytes) -> _Call | None:
-        """The call whose answer a marked retry gets: one that its client has left, else the latest."""
-        calls = self.calls.get(digest, [])
+    def to_join(self, request: ChatRequest) -> _Call | None:
+        """The call whose answer an equal request gets: one that its client has left; else, if it is marked, the latest.
+
+        Clients that wait for 300 s ask again without a mark.
+        """
+        calls = self.calls.get(request.digest, [])
         abandoned = (call for call in calls if call.is_abandoned)
-        return next(abandoned, calls[-1] if calls else None)
+        return next(abandoned, calls[-1] if calls and request.retry else None)
 
 
 class ChatEndpoint:
@@ -99,13 +128,27 @@ class ChatEndpoint:
 
     ``max_parallel`` bounds the requests of one session that are answered at once; more wait.  A connection on which no
     whole request comes for ``idle_s`` seconds is closed, and connections above a quarter of the limit of open files are
-    refused: whoever reaches the port needs no key to open one.  All methods belong to one event loop.
+    refused: whoever reaches the port needs no key to open one.  strict: refuse fields that change what a harness gets.
+    ``model`` is the policy's name; None: any that is not another provider's.  Requests with other names go to
+    ``other_base_url`` with ``other_key``, untrained; None: 404.  All methods belong to one event loop.
     """
 
     def __init__(
-        self, *, host: str = "127.0.0.1", port: int = 0, max_parallel: int = 8, idle_s: float = 30.0
+        self,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        max_parallel: int = 8,
+        idle_s: float = 30.0,
+        strict: bool = False,
+        model: str | None = None,
+        other_base_url: str | None = None,
+        other_key: str | None = None,
     ) -> None:
         self._host, self._port = host, port
+        self._strict, self._model = strict, model
+        self._other, self._other_key = other_base_url, other_key
+        self._client: aiohttp.ClientSession | None = None
         self._max_parallel, self._idle_s = max_parallel, idle_s
         self._runner: web.AppRunner | None = None
         self._listener: asyncio.Server | None = None
@@ -123,7 +166,10 @@ class ChatEndpoint:
     async def _listening(self) -> web.AppRunner:
         app = web.Application(client_max_size=_BODY_BYTES)
         app.router.add_post("/v1/chat/completions", partial(self._guarded, openai, self._chat))
+        app.router.add_post("/v1/responses", partial(self._guarded, responses, self._chat))
         app.router.add_post("/v1/messages", partial(self._guarded, anthropic, self._chat))
+        counted = partial(self._guarded, anthropic, self._count)
+        app.router.add_post("/v1/messages/count_tokens", counted)
         app.router.add_get("/v1/models", partial(self._guarded, openai, self._models))
         app.router.add_post("/v1/r3train/reward", partial(self._guarded, openai, self._reward))
         app.router.add_route("*", "/{path:.*}", partial(self._guarded, openai, self._nothing))
@@ -154,22 +200,34 @@ class ChatEndpoint:
             self._listener.close()
             await self._runner.cleanup()
             self._runner = None
+        if self._client is not None:
+            await self._client.close()
+            self._client = None
 
     async def open(
-        self, answer: Answer, take_reward: Callable[[Reward], None] | None = None
+        self,
+        answer: Answer,
+        take_reward: Callable[[Reward], None] | None = None,
+        count: Callable[[ChatRequest], Awaitable[int]] | None = None,
     ) -> Access:
         """Begin a session whose requests ``answer`` answers; raises what refuses one as ChatRefused.
 
-        take_reward: gets each reward that the session posts; without it none is taken.
+        take_reward: gets each reward that the session posts; without it none is taken.  count: gives a request's
+        tokens to count_tokens.
         """
         await self.start()
         host, port = self._listener.sockets[0].getsockname()[:2]
         key = f"sk-r3train-{secrets.token_hex(_KEY_BYTES)}"
-        self._sessions[key] = _Session(answer, take_reward, asyncio.Semaphore(self._max_parallel))
-        return Access(f"http://{f'[{host}]' if ':' in host else host}:{port}/v1", key)
+        slots = asyncio.Semaphore(self._max_parallel)
+        self._sessions[key] = _Session(answer, take_reward, count, slots)
+        base_url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+        return Access(base_url, key, self._model or _MODEL)
 
-    async def close(self, key: str) -> None:
-        """End a session: its key dies, its calls in flight are cancelled, answers that nobody took are told so."""
+    async def close(self, key: str) -> dict[str, int]:
+        """End a session: its key dies, its calls in flight are cancelled, answers that nobody took are told so.
+
+        Returns the number of its requests by the name of the model, those of no policy too.
+        """
         session = self._sessions.pop(key)
         session.is_over = True
         self._over[key] = None
@@ -187,6 +245,7 @@ class ChatEndpoint:
                 if not call.settled and _succeeded(call.task):
                     self._counts["undelivered"] += 1
                     call.settle(False)
+        return dict(session.models)
 
     def stats(self) -> dict[str, int]:
         """Counts since the start: answers, refused, retries_joined, undelivered, and ignored_FIELD of requests."""
@@ -230,26 +289,35 @@ class ChatEndpoint:
         try:
             if not _is_connected(request):
                 raise ConnectionError("its client is gone")
-            retries = request.headers.get("x-stainless-retry-count")
-            chat_call = dialect.read_request(await request.read(), retries)
+            body = await request.read()
+            if self._other is not None:
+                name = openai.json_object(body).get("model") or _MODEL
+                if not self._is_policy(session, str(name)):
+                    return await self._elsewhere(request, body)
+            chat_call = await self._asked(dialect, request, session)
             if session.is_over:
                 raise _session_over()
-            call = session.to_join(chat_call.request.digest) if chat_call.request.retry else None
+            call = session.to_join(chat_call.request)
             if call is not None:
                 self._counts["retries_joined"] += 1
                 session.slots.release()
             else:
-                call = self._begin(session, dialect, chat_call)
+                call = self._begin(session, chat_call)
         finally:
             if call is None:
                 session.slots.release()
-        if not call.settled:
+        # an equal request may ask for another form: a client that gives up a stream asks for JSON
+        chat_call = replace(chat_call, number=call.number, created=call.created)
+        if (task := call.task) is not None:
             call.clients += (request,)
+            if chat_call.stream and not await _is_soon_done(task, call.begun):
+                return await self._streamed(dialect, request, session, call, chat_call)
         try:
-            body, kind = call.answer or (await call.task)[:2]
+            answer = call.answer or (await call.task)[0]
         except asyncio.CancelledError:
             raise _session_over() from None
-        response = web.Response(body=body, content_type=kind)
+        response = web.Response(body=_body(dialect, answer, chat_call))
+        response.content_type = "text/event-stream" if chat_call.stream else "application/json"
         await response.prepare(request)  # sends nothing yet
         if session.is_over:
             raise _session_over()
@@ -259,10 +327,98 @@ class ChatEndpoint:
             await response.write_eof()
         return response
 
-    def _begin(self, session: _Session, dialect: _Dialect, chat_call: ChatCall) -> _Call:
+    async def _streamed(
+        self,
+        dialect: _Dialect,
+        request: web.Request,
+        session: _Session,
+        call: _Call,
+        chat_call: ChatCall,
+    ) -> web.StreamResponse:
+        """Send the headers of a stream at once, pings while the model answers, and then the answer."""
+        task, events = call.task, web.StreamResponse(headers={"Cache-Control": "no-cache"})
+        events.content_type = "text/event-stream"
+        with contextlib.suppress(ConnectionError):  # the call goes on for the client's retry
+            await events.prepare(request)
+            await events.write(begins := dialect.begin_events(chat_call))
+            while not task.done() and _is_connected(request):
+                await events.write(dialect.PING)
+                await asyncio.wait({task}, timeout=_PING_S)
+            if not _is_connected(request):
+                return events
+            try:
+                rest = _body(dialect, (await task)[0], chat_call).removeprefix(begins)
+                if session.is_over:
+                    raise _session_over()
+                call.settle(True)
+            except asyncio.CancelledError:
+                rest = dialect.error_event(_session_over(), chat_call)
+            except ChatRefused as refused:
+                self._counts["refused"] += 1
+                rest = dialect.error_event(refused, chat_call)
+            await events.write(rest)
+            await events.write_eof()
+        return events
+
+    async def _asked(self, dialect: _Dialect, request: web.Request, session: _Session) -> ChatCall:
+        """Read a request of the policy; raises ChatRefused, for one of another model too."""
+        body, retries = await request.read(), request.headers.get("x-stainless-retry-count")
+        read = partial(dialect.read_request, body, retries, self._strict)
+        call = await asyncio.to_thread(read) if len(body) > _READ_AT_ONCE else read()
+        if self._other is None and not self._is_policy(session, call.model):
+            raise ChatRefused(
+                404,
+                "model_not_found",
+                f"the model {call.model[:100]!r} is not the one that is trained, {self._model or _MODEL}:"
+                " --agent-model says that it is, --agent-other-base-url where it is",
+            )
+        return call
+
+    def _is_policy(self, session: _Session, name: str) -> bool:
+        """Tell by a request's name whether it is the policy's, and count it."""
+        is_known = name in session.models or len(session.models) < _NAMES_KEPT
+        session.models[name[:100] if is_known else "others"] += 1
+        if self._model is not None:
+            return name in (self._model, _MODEL)
+        return _OTHERS.match(name) is None
+
+    async def _elsewhere(self, request: web.Request, body: bytes) -> web.StreamResponse:
+        """Give a request to the endpoint of other models; nothing of it is trained."""
+        self._client = self._client or aiohttp.ClientSession(timeout=aiohttp.ClientTimeout())
+        names = ("Content-Type", "anthropic-version", "anthropic-beta")
+        headers = {name: request.headers[name] for name in names if name in request.headers}
+        if self._other_key:
+            headers |= {"Authorization": f"Bearer {self._other_key}", "x-api-key": self._other_key}
+        url = self._other.rstrip("/") + request.path.removeprefix("/v1")
+        try:
+            async with self._client.post(url, data=body, headers=headers) as found:
+                kind = found.headers.get("Content-Type", "application/json")
+                answer = web.StreamResponse(status=found.status, headers={"Content-Type": kind})
+                await answer.prepare(request)
+                async for part in found.content.iter_any():
+                    await answer.write(part)
+                await answer.write_eof()
+                return answer
+        except aiohttp.ClientConnectorError as error:
+            text = f"--agent-other-base-url {self._other}: {error}"
+            raise ChatRefused(502, "other_model", text) from None
+
+    async def _count(self, dialect: _Dialect, request: web.Request) -> web.StreamResponse:
+        session = self._session_of(request)
+        async with session.slots:
+            call = await self._asked(dialect, request, session)
+            if session.count is None:
+                raise ChatRefused(404, "not_found", "this session counts no tokens")
+            body = anthropic.count_json(await session.count(call.request))
+        return web.Response(body=body, content_type="application/json")
+
+    def _begin(self, session: _Session, chat_call: ChatCall) -> _Call:
         """Start a call of the model, which holds a slot of its session until it ends."""
         self._counts.update(f"ignored_{name}" for name in chat_call.request.ignored)
-        call = _Call(asyncio.create_task(_answered(session.answer, dialect, chat_call)))
+        begun = asyncio.Event()
+        request = replace(chat_call.request, begun=begun.set)
+        task = asyncio.create_task(_answered(session.answer, request))
+        call = _Call(task, chat_call.number, chat_call.created, begun)
         same = session.calls.setdefault(chat_call.request.digest, [])
         same.append(call)
 
@@ -278,7 +434,9 @@ class ChatEndpoint:
 
     async def _models(self, dialect: _Dialect, request: web.Request) -> web.StreamResponse:
         self._session_of(request)
-        return web.Response(body=orjson.dumps(_MODELS), content_type="application/json")
+        model = {"id": self._model or _MODEL, "object": "model", "owned_by": "r3train"}
+        models = {"object": "list", "data": [model]}
+        return web.Response(body=orjson.dumps(models), content_type="application/json")
 
     async def _reward(self, dialect: _Dialect, request: web.Request) -> web.StreamResponse:
         session = self._session_of(request)
@@ -299,8 +457,8 @@ class ChatEndpoint:
         raise ChatRefused(
             404,
             "not_found",
-            f"{request.method} {request.path[:200]}: there is POST /v1/chat/completions, POST /v1/messages"
-            " and GET /v1/models",
+            f"{request.method} {request.path[:200]}: there is POST /v1/chat/completions, POST /v1/responses,"
+            " POST /v1/messages, POST /v1/messages/count_tokens and GET /v1/models",
         )
 
 
@@ -315,23 +473,35 @@ class _Refused(asyncio.Protocol):
 
 
 async def _answered(
-    answer: Answer, dialect: _Dialect, chat_call: ChatCall
-) -> tuple[bytes, str, Callable[[bool], None]]:
-    """The body of an answer, its type, and what is told whether the client got it; raises ChatRefused.
+    answer: Answer, request: ChatRequest
+) -> tuple[ChatAnswer, Callable[[bool], None]]:
+    """An answer, and what is told whether the client got it; raises ChatRefused.
 
     What else fails is in the log: the client is told so with a status that it does not retry.
     """
     try:
-        chat_answer, commit = await answer(chat_call.request)
-        if chat_call.stream:
-            return dialect.answer_events(chat_answer, chat_call), "text/event-stream", commit
-        return dialect.answer_json(chat_answer, chat_call), "application/json", commit
+        return await answer(request)
     except ChatRefused:
         raise
     except Exception as error:
         logger.exception("an answer failed")
         text = f"the answer failed: {type(error).__name__}; the run's log says more"
         raise ChatRefused(400, "answer_failed", text) from None
+
+
+def _body(dialect: _Dialect, answer: ChatAnswer, chat_call: ChatCall) -> bytes:
+    write = dialect.answer_events if chat_call.stream else dialect.answer_json
+    return write(answer, chat_call)
+
+
+async def _is_soon_done(task: asyncio.Task, begun: asyncio.Event) -> bool:
+    """Wait until a call can not be refused any more, a second at most; tell whether it is done then."""
+    waits = asyncio.ensure_future(begun.wait())
+    try:
+        await asyncio.wait({task, waits}, timeout=_HEADERS_S, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        waits.cancel()
+    return task.done()
 
 
 def _succeeded(task: asyncio.Task) -> bool:

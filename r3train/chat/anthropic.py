@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Iterator
 from typing import Any
 
 import orjson
 
-from r3train.chat.base import ChatAnswer, ChatRefused, ChatRequest, Message
-from r3train.chat.messages import checked_messages, checked_tools
+from r3train.chat.base import ChatAnswer, ChatRefused, Message
 from r3train.chat.openai import (
     ChatCall,
     count_of,
-    digest_of,
+    Fields,
     ignored_fields,
     json_object,
+    made_call,
     retries_of,
     stop_texts,
-    switch,
 )
 from r3train.user_code import quoted
 
@@ -26,50 +24,81 @@ _IGNORED: dict[str, tuple[Any, ...]] = {
     "temperature": (None,),
     "top_p": (None,),
     "top_k": (None,),
-    "tool_choice": (None, {"type": "auto"}),
+    "tool_choice": (None, {"type": "auto"}, {"type": "none"}),
     "thinking": (None,),
 }
+_STRICT: Fields = {
+    "output_config.format": ((None,), "answers are free text"),
+    "output_format": ((None,), "answers are free text"),
+}
 _OTHERS = frozenset(
-    "model messages system tools max_tokens stop_sequences stream metadata service_tier".split()
+    "model messages system tools max_tokens stop_sequences stream metadata service_tier output_config"
+    " context_management".split()
 )
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 _ERRORS |= {413: "request_too_large"}
 
 
-def read_request(body: bytes, retry_header: str | None = None) -> ChatCall:
-    """Read a body of /v1/messages; raises ChatRefused (400) with one line for the client.
+def read_request(body: bytes, retry_header: str | None = None, strict: bool = False) -> ChatCall:
+    """Read a body of /v1/messages or count_tokens; raises ChatRefused (400) with one line for the client.
 
-    retry_header: the value of x-stainless-retry-count, with which Anthropic's clients mark their retries.
+    retry_header: the value of x-stainless-retry-count, with which Anthropic's clients mark their retries.  strict: of
+    --agent-strict.
     """
     fields = json_object(body)
-    model = fields.get("model")
-    if not isinstance(model, (str, type(None))):
-        raise _refused(f"model {quoted(model)}: expected text")
-    request = ChatRequest(
-        messages=checked_messages(_messages(fields)),
-        digest=digest_of(body),
-        tools=checked_tools(_tools(fields.get("tools"))),
+    if isinstance(config := fields.get("output_config"), dict):
+        fields["output_config.format"] = config.get("format")
+    choice = fields.get("tool_choice")
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    return made_call(
+        fields,
+        _messages(fields),
+        _tools(fields.get("tools")),
         max_tokens=count_of(fields, "max_tokens"),
         stop=stop_texts(fields.get("stop_sequences"), "stop_sequences"),
         retry=retries_of(retry_header),
-        ignored=ignored_fields(fields, _IGNORED, _OTHERS),
+        strict=_STRICT if strict else None,
+        ignored=ignored_fields(fields, _IGNORED, _STRICT, _OTHERS),
+        choice="none" if kind == "none" else choice if kind == "tool" else None,
     )
-    return ChatCall(request, model=model or "r3train", stream=switch(fields, "stream"))
 
 
 def answer_json(answer: ChatAnswer, call: ChatCall) -> bytes:
     """An answer as the body that Anthropic's API gives."""
-    ends = {"content": list(_blocks(answer)), "stop_reason": _REASONS[answer.finish_reason]}
-    return orjson.dumps(_head(answer, call) | ends)
+    made = {"content": list(_blocks(answer)), "usage": _usage(answer)}
+    return orjson.dumps(_head(call) | made | _end(answer))
 
 
 def answer_events(answer: ChatAnswer, call: ChatCall) -> bytes:
     """A whole answer as server-sent events: its beginning, each block in one piece, its end."""
-    return b"".join(
-        b"event: %s\ndata: %s\n\n" % (event["type"].encode(), orjson.dumps(event))
-        for event in _events(answer, call)
-    )
+    return begin_events(call) + b"".join(map(_written, _events(answer)))
+
+
+def _written(event: dict[str, Any]) -> bytes:
+    return b"event: %s\ndata: %s\n\n" % (event["type"].encode(), orjson.dumps(event))
+
+
+_NO_END = {"stop_reason": None, "stop_sequence": None}
+# some clients give up a stream in which nothing but pings comes
+PING = _written({"type": "ping"}) + _written(
+    {"type": "message_delta", "delta": _NO_END, "usage": {"output_tokens": 0}}
+)
+
+
+def begin_events(call: ChatCall) -> bytes:
+    """The first events of a stream, as ``answer_events`` begins."""
+    return _written({"type": "message_start", "message": _head(call)})
+
+
+def error_event(refused: ChatRefused, call: ChatCall) -> bytes:
+    """A refusal in a stream that has begun."""
+    return b"event: error\ndata: %s\n\n" % error_json(refused)
+
+
+def count_json(tokens: int) -> bytes:
+    """The answer to count_tokens."""
+    return orjson.dumps({"input_tokens": tokens})
 
 
 def error_json(refused: ChatRefused) -> bytes:
@@ -94,8 +123,13 @@ def _messages(fields: dict[str, Any]) -> list[Message]:
     for index, message in enumerate(value):
         where = f"messages[{index}]"
         role = message.get("role") if isinstance(message, dict) else None
+        if role == "system":  # newer clients write their reminders so
+            made.append({"role": "system", "content": message.get("content")})
+            continue
         if role not in ("user", "assistant"):
-            raise _refused(f"{where} {quoted(message)}: expected a table of role user or assistant")
+            raise _refused(
+                f"{where} {quoted(message)}: expected a table of role user, assistant or system"
+            )
         blocks = message.get("content")
         if isinstance(blocks, str):
             blocks = [{"type": "text", "text": blocks}]
@@ -164,17 +198,23 @@ def _tools(value: Any) -> Any:
     return made
 
 
-def _head(answer: ChatAnswer, call: ChatCall) -> dict[str, Any]:
+def _head(call: ChatCall) -> dict[str, Any]:
     return {
-        "id": f"msg_{secrets.token_hex(12)}",
+        "id": f"msg_{call.number}",
         "type": "message",
         "role": "assistant",
         "model": call.model,
         "content": [],
         "stop_reason": None,
         "stop_sequence": None,
-        "usage": {"input_tokens": answer.prompt_tokens, "output_tokens": answer.completion_tokens},
+        "usage": {"input_tokens": 0, "output_tokens": 0},  # the end of a stream has them
     }
+
+
+def _end(answer: ChatAnswer) -> dict[str, Any]:
+    stopped = answer.stop_text is not None and answer.finish_reason == "stop"
+    reason = "stop_sequence" if stopped else _REASONS[answer.finish_reason]
+    return {"stop_reason": reason, "stop_sequence": answer.stop_text if stopped else None}
 
 
 def _blocks(answer: ChatAnswer) -> Iterator[dict[str, Any]]:
@@ -189,16 +229,17 @@ def _blocks(answer: ChatAnswer) -> Iterator[dict[str, Any]]:
         yield {"type": "tool_use", "id": call["id"], "name": function["name"], "input": arguments}
 
 
-def _events(answer: ChatAnswer, call: ChatCall) -> Iterator[dict[str, Any]]:
-    yield {"type": "message_start", "message": _head(answer, call)}
+def _usage(answer: ChatAnswer) -> dict[str, int]:
+    return {"input_tokens": answer.prompt_tokens, "output_tokens": answer.completion_tokens}
+
+
+def _events(answer: ChatAnswer) -> Iterator[dict[str, Any]]:
     for index, block in enumerate(_blocks(answer)):
         empty, delta = _parts(block)
         yield {"type": "content_block_start", "index": index, "content_block": empty}
         yield {"type": "content_block_delta", "index": index, "delta": delta}
         yield {"type": "content_block_stop", "index": index}
-    end = {"stop_reason": _REASONS[answer.finish_reason], "stop_sequence": None}
-    usage = {"output_tokens": answer.completion_tokens}
-    yield {"type": "message_delta", "delta": end, "usage": usage}
+    yield {"type": "message_delta", "delta": _end(answer), "usage": _usage(answer)}
     yield {"type": "message_stop"}
 
 

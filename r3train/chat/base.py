@@ -1,9 +1,9 @@
-"""A call of a chat endpoint between its dialect (OpenAI's, Anthropic's) and the session that answers it."""
+"""A call of a chat endpoint between its dialect (OpenAI's two, Anthropic's) and the session that answers it."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Message = dict[str, Any]
@@ -26,6 +26,10 @@ class ChatRequest:
     stop: tuple[str, ...] = ()  # texts at which the answer ends
     retry: int = 0  # the client's own count of its retries (x-stainless-retry-count), 0 without
     ignored: tuple[str, ...] = ()  # names of the fields that were given and have no effect
+    readable: Sequence[dict[str, Any]] | None = None  # tools whose calls are read; None: all
+    # variables of the chat template: refused where they write the request otherwise
+    template_values: Mapping[str, Any] = field(default_factory=dict)
+    begun: Callable[[], None] = lambda: None  # told when it is not refused any more
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,7 @@ class ChatAnswer:
     finish_reason: Literal["stop", "length", "tool_calls"]
     prompt_tokens: int
     completion_tokens: int
+    stop_text: str | None = None  # the request's that ended it
 
 
 class ChatRefused(Exception):
@@ -62,7 +67,8 @@ class AgentFailed(Exception):
 class AgentTask:
     """The task of an agent's function: its row of the data, and the chat endpoint that is its model.
 
-    The endpoint speaks OpenAI's chat API; any model name will do.  It counts as one session by its key.
+    The endpoint speaks OpenAI's and Anthropic's APIs; the model is --agent-model, or r3train.  It counts as one
+    session by its key.
     """
 
     base_url: str
@@ -70,6 +76,7 @@ class AgentTask:
     prompt: Any  # the row's text, or its messages in OpenAI's form
     label: Any
     metadata: dict[str, Any]
+    model: str = "r3train"  # the name of the policy
 
 
 @dataclass(frozen=True, slots=True)

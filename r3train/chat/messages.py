@@ -13,6 +13,8 @@ from r3train.user_code import quoted
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _TEXT_PARTS = ("text", "input_text", "output_text")
+_PICTURES = ("image", "image_url", "input_image")
+_UNSEEN = "[a picture, which this model cannot see]"
 
 
 def message_key(message: Message) -> bytes:
@@ -61,6 +63,17 @@ def _part_text(part: Any) -> str:
     if not isinstance(part.get("text"), str):
         raise _refused(f"a part of text with the text {quoted(part.get('text'))}: expected text")
     return part["text"]
+
+
+def shown_as_text(messages: Any) -> bool:
+    """Put a text in the place of each picture in messages that are not checked yet; tell whether there was one."""
+    found = False
+    for message in messages if isinstance(messages, list) else ():
+        content = message.get("content") if isinstance(message, dict) else None
+        for index, part in enumerate(content if isinstance(content, list) else ()):
+            if isinstance(part, dict) and part.get("type") in _PICTURES:
+                content[index], found = {"type": "text", "text": _UNSEEN}, True
+    return found
 
 
 def plain(message: Message, arguments: Literal["text", "table"]) -> Message:

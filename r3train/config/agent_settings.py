@@ -58,6 +58,15 @@ class AgentSection(Section):
     flight only while a call of it is."""
     agent_max_parallel: int = Field(default=8, ge=1)
     """Most requests of one session that are answered at once; more wait."""
+    agent_model: str | None = Field(default=None, min_length=1)
+    """Name of the model that is trained; requests for another get 404.  Unset: any name but those of other providers
+    (docs/guide/agents.md), such as gpt-4.1 and claude-sonnet-4-5."""
+    agent_other_base_url: str | None = Field(default=None, pattern=r"^https?://\S+$")
+    """OpenAI's base_url of an endpoint that answers requests for other models, which are not trained: judges, simulated
+    users, titles.  Its key is R3TRAIN_AGENT_OTHER_API_KEY."""
+    agent_strict: bool = False
+    """Refuse requests with fields that have no effect and change what a harness gets, such as response_format and n, and
+    those with pictures; else the fields are ignored and counted, and a text stands for a picture."""
     agent_timeout_s: float = Field(default=3600.0, gt=0)
     """Seconds that a session may take."""
     agent_on_failure: Literal["error", "drop", "train"] = "error"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product, takewhile
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -13,6 +13,7 @@ from r3train.chat.base import Message
 from r3train.chat.messages import plain
 from r3train.config.data_settings import DataSection
 from r3train.data.messages import FIELDS, left_out
+from r3train.user_code import quoted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -386,6 +387,22 @@ class SessionTemplate:
     ) -> list[int]:
         """The tokens of a whole request; raises ValueError where the template fails."""
         return self.chat.encode(self.whole_text(messages, tools))
+
+    def check_values(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[dict[str, Any]],
+        values: Mapping[str, Any],
+    ) -> None:
+        """Raise ValueError for variables of the template with which it writes a request otherwise than the run does."""
+        chat = self.chat
+        asked = {"apply_chat_template_kwargs": chat.data.apply_chat_template_kwargs | values}
+        other = replace(self, chat=replace(chat, data=chat.data.model_copy(update=asked)))
+        if other.whole_text(messages, tools) != self.whole_text(messages, tools):
+            raise ValueError(
+                f"chat_template_kwargs {quoted(values)}: the chat template writes the request otherwise with it;"
+                " --apply-chat-template-kwargs sets it for the whole run"
+            )
 
     def behind(
         self,

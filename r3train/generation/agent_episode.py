@@ -27,10 +27,13 @@ class ChatEndpoint(Protocol):
     """The chat endpoint of all sessions; ``close`` ends a session, its calls in flight too."""
 
     async def open(
-        self, answer: Answer, take_reward: Callable[[Any], None] | None = None
+        self,
+        answer: Answer,
+        take_reward: Callable[[Any], None] | None = None,
+        count: Callable[[ChatRequest], Awaitable[int]] | None = None,
     ) -> Any: ...
 
-    async def close(self, key: str) -> None: ...
+    async def close(self, key: str) -> Mapping[str, int]: ...
 
     async def stop(self) -> None: ...
 
@@ -98,7 +101,7 @@ class AgentEpisode:
         session = Session(shared, generate, prompt, sample_id, fail=fail)
         posted: list[Any] = []
         take = posted.append if agents.settings.agent_reward_post else None
-        access = await agents.endpoint.open(session.answer, take)
+        access = await agents.endpoint.open(session.answer, take, session.count_tokens)
         working = asyncio.ensure_future(agents.run(access, prompt))
         failure: str | None = None
         reward_given: Any = None
@@ -115,7 +118,7 @@ class AgentEpisode:
         finally:
             working.cancel()
             await asyncio.gather(working, return_exceptions=True)
-            await agents.endpoint.close(access.key)
+            models = await agents.endpoint.close(access.key)
             if broken.done():
                 broken.exception()  # seen
         # rows are joined and texts compared: a second, with many long samples
@@ -123,7 +126,8 @@ class AgentEpisode:
         if failure is None and not samples:
             failure = "it never called the model"
         if not self.evaluates:
-            self._tell(session, samples, time.monotonic() - began, reward_given, failure)
+            seconds = time.monotonic() - began
+            self._tell(session, samples, seconds, reward_given, failure, models)
         if failure is None:
             return samples, reward
         message = f"prompt {prompt.prompt_id}, sample {sample_id}: {agents.name} failed: {failure}"
@@ -143,6 +147,7 @@ class AgentEpisode:
         seconds: float,
         reward: Any,
         failure: str | None,
+        models: Mapping[str, int],
     ) -> None:
         """Count a session that has ended, and record it."""
         agents, begins = self.agents, {c.sample.sample_id: c.begins for c in session.chains}
@@ -167,6 +172,7 @@ class AgentEpisode:
                 "sample_id": session.sample_id,
                 "prompt_id": session.prompt.prompt_id,
                 **counts,
+                "models": dict(models),
                 "seconds": round(seconds, 3),
                 "called_s": round(session.called_s, 3),
                 "reward": reward if isinstance(reward, (int, float)) else None,

@@ -12,6 +12,7 @@ is busy meanwhile.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import secrets
@@ -37,6 +38,11 @@ from r3train.types import Prompt, RolloutSample
 
 # Servers have no tokenizer: an answer with stop texts is asked for in pieces of so many tokens.
 _STOP_PIECE = 32
+# Texts of more characters are rendered on a thread: the event loop is that of all sessions.
+_RENDERED_AT_ONCE = 32768
+# A text of fewer characters for each token of the context is tried; of longer ones the tokens are counted, in pieces.
+_MOST_CHARACTERS = 8
+_COUNTED_AT_ONCE = 65536
 
 Delivered = Callable[[bool], None]
 
@@ -115,6 +121,22 @@ class _Place:
     is_new: bool
 
 
+@dataclass(frozen=True, slots=True)
+class _Rendered:
+    """The tokens of a request: behind its parent's answer, or all without one.  keeps_last: the answer's last token."""
+
+    parent: Call | None
+    tokens: list[int]
+    keeps_last: bool = True
+
+    @property
+    def end(self) -> int:
+        """The place of the first of them in the chain."""
+        # a stop token that the template would not write: the chain keeps and trains it, a fork has it not
+        parent = self.parent
+        return 0 if parent is None else parent.end - (parent.ended and not self.keeps_last)
+
+
 @dataclass(eq=False)
 class Session:
     """The calls of one agent; ``answer`` is what a chat endpoint calls.
@@ -146,15 +168,19 @@ class Session:
 
         Raises ChatRefused: nothing has changed then.
         """
-        place = self._place(request)
+        await self._check_length(request)
+        prefixes = _prefixes(request)
+        place = self._place(request, prefixes, await self._rendered(request, prefixes))
+        request.begun()
         if self._in_flight == 0:
             self._called = time.monotonic()
         self._in_flight += 1
         place.chain.busy = True
         try:
             before = place.sample.num_tokens
-            sample, text = await self._sampled(place)
-            parsed = await self.settings.read(text, place.request.tools)
+            sample, text, stop_text = await self._sampled(place)
+            readable = request.tools if request.readable is None else request.readable
+            parsed = await self.settings.read(text, readable)
             call, answer = self._complete(place, sample, parsed)
         except ChatRefused:
             raise
@@ -175,6 +201,7 @@ class Session:
                 "tool_calls" if "tool_calls" in answer else _finish(call.finish_reason),
                 prompt_tokens=before,
                 completion_tokens=call.end - call.start,
+                stop_text=stop_text,
             ),
             partial(self._settle, call),
         )
@@ -183,27 +210,104 @@ class Session:
         if call.delivered is None:
             call.delivered = delivered
 
-    def _place(self, request: ChatRequest) -> _Place:
+    async def count_tokens(self, request: ChatRequest) -> int:
+        """The tokens that a request would have here; raises ChatRefused."""
+        await self._check_length(request)
+        rendered = await self._rendered(request, _prefixes(request))
+        return rendered.end + len(rendered.tokens)
+
+    async def _check_length(self, request: ChatRequest) -> None:
+        """Raise ChatRefused for what no context could hold, before anything is rendered."""
+        texts = [orjson.dumps(list(request.tools)).decode()]
+        for message in request.messages:
+            texts += [message.get("content") or "", message.get("reasoning_content") or ""]
+            calls = message.get("tool_calls") or ()
+            texts += [str(call["function"].get("arguments") or "") for call in calls]
+        most = self.settings.max_context_len
+        if sum(map(len, texts)) <= _MOST_CHARACTERS * most:
+            return
+
+        def is_longer() -> bool:
+            tokens = 0
+            for text in texts:
+                for at in range(0, len(text), _COUNTED_AT_ONCE):
+                    piece = text[at : at + _COUNTED_AT_ONCE]
+                    tokens += len(self.settings.template.chat.encode(piece))
+                    if tokens > most + at // 1024:  # less what the cuts may add
+                        return True
+            return False
+
+        if await asyncio.to_thread(is_longer):
+            raise _too_long(most, f"more than {most}")
+
+    async def _rendered(self, request: ChatRequest, prefixes: Sequence[bytes]) -> _Rendered:
+        """Render a request behind the deepest call that it repeats; raises ChatRefused."""
+        parent, at = self._parent(request.messages, prefixes)
+        while True:
+            whole = parent is None or self.settings.history == "template"
+            new = request.messages if whole or request.template_values else request.messages[at:]
+            render = partial(self._render, request, parent, at)
+            try:
+                if sum(len(m.get("content") or "") for m in new) > _RENDERED_AT_ONCE:
+                    rendered = await asyncio.to_thread(render)
+                else:
+                    rendered = render()
+            except ValueError as error:
+                raise ChatRefused(400, "invalid_request_error", str(error)) from None
+            found, at = self._parent(request.messages, prefixes)
+            if found is parent:
+                return rendered
+            parent = found  # a call that was complete meanwhile
+
+    def _render(self, request: ChatRequest, parent: Call | None, at: int) -> _Rendered:
+        """Render a request behind a call, whole where only a root can go on (--agent-history template)."""
+        template = self.settings.template
+        if request.template_values:
+            template.check_values(request.messages, request.tools, request.template_values)
+        if parent is not None and self.settings.history == "append":
+            # -1: no token of an answer that was cut is one that ends it
+            stop = int(parent.chain.sample.token_ids[parent.end - 1]) if parent.ended else -1
+            new = request.messages[at:]
+            return _Rendered(parent, *template.behind(parent.answer, new, request.tools, stop))
+        text = template.whole_text(request.messages, request.tools)
+        if parent is not None:
+            tokens = parent.chain.sample.token_ids[: parent.end].tolist()
+            for keeps_last in (True, False) if parent.ended else (True,):
+                before = self.settings.decode(tokens if keeps_last else tokens[:-1])
+                if text.startswith(before):
+                    behind = template.chat.encode(text[len(before) :])
+                    return _Rendered(parent, behind, keeps_last)
+        return _Rendered(None, template.chat.encode(text))
+
+    def _place(
+        self, request: ChatRequest, prefixes: Sequence[bytes], rendered: _Rendered
+    ) -> _Place:
         """Find where a request goes on; a new chain takes its id at once."""
         if len(self.calls) + self._in_flight >= self.settings.max_calls:
             raise ChatRefused(
                 403, "session_over", f"the session has had its {self.settings.max_calls} calls"
             )
-        prefixes = _prefixes(request)
-        parent, at = self._parent(request.messages, prefixes)
-        try:
-            made = None if parent is None else self._continued(request, parent, at)
-            chain, sample, follows, is_new = made or self._root(request)
-        except ValueError as error:
-            raise ChatRefused(400, "invalid_request_error", str(error)) from None
-        place = _Place(
-            request, parent if made else None, prefixes[-1], chain, sample, follows, is_new
-        )
+        parent, tokens = rendered.parent, rendered.tokens
+        is_new = True
+        if parent is None:
+            prompt = replace(self.prompt, token_ids=np.asarray(tokens, dtype=np.int32))
+            sample = stitch.begin(prompt, sample_id=self._free_id(), group_id=NO_GROUP)
+            # the row of the data, as rewards and files know it
+            chain = Chain(replace(sample, prompt=self.prompt), "root", len(tokens))
+            sample = chain.sample
+        elif (
+            (chain := parent.chain).tip is parent and not chain.busy and rendered.end == parent.end
+        ):
+            sample, is_new = stitch.observe(chain.sample, tokens), False
+        else:
+            sample = stitch.forked(chain.sample, rendered.end, tokens, sample_id=self._free_id())
+            chain = Chain(sample, "fork", chain.first_prompt)
+        place = _Place(request, parent, prefixes[-1], chain, sample, len(tokens), is_new)
         self._room(place)
         if is_new:
             self.chains.append(chain)
-        if parent is not None:
-            parent.delivered = True  # the agent shows it
+        if (shown := self._parent(request.messages, prefixes)[0]) is not None:
+            shown.delivered = True  # the agent has it
         return place
 
     def _parent(
@@ -215,48 +319,6 @@ class Session:
                 if _same_reasoning(call, messages):
                     return call, at
         return None, 0
-
-    def _root(self, request: ChatRequest) -> tuple[Chain, RolloutSample, int, bool]:
-        ids = self.settings.template.whole(request.messages, request.tools)
-        prompt = replace(self.prompt, token_ids=np.asarray(ids, dtype=np.int32))
-        sample = stitch.begin(prompt, sample_id=self._free_id(), group_id=NO_GROUP)
-        # the row of the data, as rewards and files know it
-        sample = replace(sample, prompt=self.prompt)
-        return Chain(sample, "root", len(ids)), sample, len(ids), True
-
-    def _continued(
-        self, request: ChatRequest, parent: Call, at: int
-    ) -> tuple[Chain, RolloutSample, int, bool] | None:
-        """Go on behind a call, on its chain or on a fork of it; None where only a root can (--agent-history template)."""
-        chain, template = parent.chain, self.settings.template
-        last = int(chain.sample.token_ids[parent.end - 1])
-        if self.settings.history == "append":
-            # -1: no token of an answer that was cut is one that ends it
-            stop = last if parent.ended else -1
-            new = request.messages[at:]
-            tokens, keeps_last = template.behind(parent.answer, new, request.tools, stop)
-        else:
-            found = self._behind_in_whole(request, parent)
-            if found is None:
-                return None
-            tokens, keeps_last = found
-        # a stop token that the template would not write: the chain keeps and trains it, the fork has it not
-        end = parent.end - (parent.ended and not keeps_last)
-        if chain.tip is parent and not chain.busy and end == parent.end:
-            return chain, stitch.observe(chain.sample, tokens), len(tokens), False
-        sample = stitch.forked(chain.sample, end, tokens, sample_id=self._free_id())
-        return Chain(sample, "fork", chain.first_prompt), sample, len(tokens), True
-
-    def _behind_in_whole(self, request: ChatRequest, parent: Call) -> tuple[list[int], bool] | None:
-        """Tokens behind a call in the rendering of the whole request, if that begins with the call's text."""
-        template = self.settings.template
-        rendered = template.whole_text(request.messages, request.tools)
-        tokens = parent.chain.sample.token_ids[: parent.end].tolist()
-        for keeps_last in (True, False) if parent.ended else (True,):
-            text = self.settings.decode(tokens if keeps_last else tokens[:-1])
-            if rendered.startswith(text):
-                return template.chat.encode(rendered[len(text) :]), keeps_last
-        return None
 
     def _free_id(self) -> int:
         ids_in_use = {chain.sample.sample_id for chain in self.chains}
@@ -271,18 +333,13 @@ class Session:
         room = min(most - tokens, response - behind_first)
         if room < 1:
             limit = min(most, place.chain.first_prompt + response)
-            raise ChatRefused(
-                400,
-                "context_length_exceeded",
-                f"This model's maximum context length is {limit} tokens. However, your messages resulted in"
-                f" {tokens} tokens. Please reduce the length of the messages.",
-            )
+            raise _too_long(limit, str(tokens))
         return min(room, place.request.max_tokens or room)
 
     # ---- an answer ---------------------------------------------------------------------------------
 
-    async def _sampled(self, place: _Place) -> tuple[RolloutSample, str]:
-        """Generate the answer; returns the chain's sample with it, and its text without what ended it."""
+    async def _sampled(self, place: _Place) -> tuple[RolloutSample, str, str | None]:
+        """Generate the answer; returns the chain's sample with it, its text without what ended it, and a stop text."""
         sample, start, tokens_left = place.sample, place.sample.num_tokens, self._room(place)
         stops = place.request.stop
         while True:
@@ -296,9 +353,10 @@ class Session:
             ended = sample.finish_reason == "stop"
             text = self.settings.decode(answer_tokens[:-1] if ended else answer_tokens)
             if (found := _first_stop(text, stops)) is not None:
-                return self._cut(sample, start, stops), text[:found]
+                stop_text = next(stop for stop in stops if text.startswith(stop, found))
+                return self._cut(sample, start, stops), text[:found], stop_text
             if ended or tokens_left == 0 or sample.num_tokens - before < piece:
-                return sample, text
+                return sample, text, None
 
     def _cut(self, sample: RolloutSample, start: int, stops: Sequence[str]) -> RolloutSample:
         """Cut an answer behind the token that completes a stop text."""
@@ -426,6 +484,15 @@ def _misplaced(call: Call) -> str | None:
 
 def _finish(reason: str) -> Any:
     return "stop" if reason == _AT_STOP_TEXT else reason
+
+
+def _too_long(most: int, tokens: str) -> ChatRefused:
+    return ChatRefused(
+        400,
+        "context_length_exceeded",
+        f"This model's maximum context length is {most} tokens. However, your messages resulted in"
+        f" {tokens} tokens. Please reduce the length of the messages.",
+    )
 
 
 def _first_stop(text: str, stops: Sequence[str]) -> int | None:

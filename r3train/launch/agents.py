@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import os
 import shlex
 import shutil
 from collections.abc import Awaitable, Callable, Mapping
@@ -179,6 +180,10 @@ def make_chat_endpoint(settings: AgentSection) -> ChatEndpoint:
         host=settings.agent_host,
         port=settings.agent_port,
         max_parallel=settings.agent_max_parallel,
+        strict=settings.agent_strict,
+        model=settings.agent_model,
+        other_base_url=settings.agent_other_base_url,
+        other_key=os.environ.get("R3TRAIN_AGENT_OTHER_API_KEY"),
     )
 
 
@@ -211,7 +216,12 @@ def _function(settings: AgentSection) -> Callable[[Access, Prompt], Awaitable[An
 
     async def run(access: Access, prompt: Prompt) -> Any:
         task = AgentTask(
-            access.base_url, access.key, prompt.content, prompt.label, dict(prompt.metadata)
+            access.base_url,
+            access.key,
+            prompt.content,
+            prompt.label,
+            dict(prompt.metadata),
+            access.model,
         )
         what = f"prompt {prompt.prompt_id}: the agent"
         try:

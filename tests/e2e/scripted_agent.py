@@ -67,7 +67,7 @@ def _has_line(file: Path) -> bool:
 
 
 async def branching(task: AgentTask, step: int = 1) -> float:
-    """As ``run``; then two requests at once behind the first answer, and a history that was rewritten."""
+    """As ``run``; then two requests at once behind the first answer, and another history in another dialect."""
     reward = await run(task, step)
     client = _client(task)
 
@@ -80,7 +80,7 @@ async def branching(task: AgentTask, step: int = 1) -> float:
     await asyncio.gather(
         *(ask(first, answer, {"role": "user", "content": word}) for word in ("red", "fruits"))
     )
-    await ask({"role": "user", "content": "name"})
+    await client.responses.create(model="r3", input="name", max_output_tokens=4)
     return reward
 
 

@@ -22,8 +22,9 @@ class Script:
     ``may_answer`` holds answers back while it is clear.
     """
 
-    def __init__(self, *answers: dict[str, Any] | Exception) -> None:
+    def __init__(self, *answers: dict[str, Any] | Exception, begins: bool = False) -> None:
         self.answers = list(answers)
+        self.begins = begins  # tells that a request is not refused any more
         self.requests: list[ChatRequest] = []
         self.deliveries: list[tuple[int, bool]] = []  # (call, whether its answer was delivered)
         self.may_answer = asyncio.Event()
@@ -33,6 +34,8 @@ class Script:
     async def __call__(self, request: ChatRequest):
         number = len(self.requests)
         self.requests.append(request)
+        if self.begins:
+            request.begun()
         try:
             await self.may_answer.wait()
         except asyncio.CancelledError:

@@ -13,6 +13,8 @@ from aiohttp import web
 
 from r3train.agents.http import ChatEndpoint
 from r3train.chat.base import ChatRefused
+from r3train.config.agent_settings import AgentSection
+from r3train.launch.agents import make_chat_endpoint
 from tests.unit.agents.scripted import TOOL, Script, opened, until
 
 _ASK = [{"role": "user", "content": "hi"}]
@@ -309,12 +311,128 @@ async def test_anthropics_clients_are_answered_in_their_form():
     assert script.deliveries == [(0, True)]
 
 
+@pytest.mark.parametrize("message", _MESSAGES)
+async def test_the_responses_of_the_openai_client_are_equal_in_a_stream(message):
+    tool = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": True}
+    async with opened(Script(message, message)) as (_, access):
+        asked = {"model": "m", "input": "hi", "tools": [tool]}
+        whole = await _client(access).responses.create(**asked)
+        async with _client(access).responses.stream(**asked) as stream:
+            streamed = await stream.get_final_response()
+    assert whole.output_text == streamed.output_text == (message["content"] or "")
+    made, again = (
+        [item.model_dump(exclude={"id", "parsed_arguments"}) for item in response.output]
+        for response in (whole, streamed)
+    )
+    for item in again:
+        for part in item.get("content") or ():
+            part.pop("parsed")
+    assert made == again and whole.usage == streamed.usage
+
+
+@pytest.mark.parametrize("model", ["r3train", "my-model", "openai/r3", "gpt-oss-20b", "o1x", ""])
+async def test_any_name_but_another_providers_is_the_policys(model):
+    async with opened(Script()) as (_, access):
+        assert (await _post(access, orjson.dumps({"model": model, "messages": _ASK})))[0] == 200
+
+
+_OTHERS = ["gpt-4.1-nano", "openai/gpt-5", "claude-haiku-4-5", "o3", "gemini-2.5-pro", "GPT-4o"]
+
+
+@pytest.mark.parametrize("model", _OTHERS)
+@pytest.mark.parametrize("path", ["/chat/completions", "/responses", "/messages"])
+async def test_another_providers_name_is_no_call_of_the_policy(model, path):
+    body = orjson.dumps({"model": model, "messages": _ASK, "input": "hi"})
+    script = Script()
+    async with opened(script) as (endpoint, access):
+        status, answer = await _post(access, body, path=path)
+        assert status == 404 and f"the model '{model}'" in answer["error"]["message"]
+        assert await endpoint.close(access.key) == {model: 1}
+        access = await endpoint.open(script)
+        assert (await _post(access, body, path=path))[0] == 404
+    assert script.requests == []
+
+
+async def test_the_name_that_is_given_is_the_policys_alone():
+    async with opened(Script(), model="gpt-5") as (_, access):
+        assert access.model == "gpt-5"
+        assert [model.id async for model in _client(access).models.list()] == ["gpt-5"]
+        asked = {
+            model: orjson.dumps({"model": model, "messages": _ASK}) for model in ("gpt-5", "m")
+        }
+        assert (await _post(access, asked["gpt-5"]))[0] == 200
+        assert (await _post(access, asked["m"]))[0] == 404
+
+
+async def test_other_models_are_asked_elsewhere_with_another_key_and_are_not_trained():
+    judge, script = Script({"content": "yes"}, {"content": "yes"}), Script()
+    async with opened(judge, model="gpt-4.1") as (_, there):
+        other = {"other_base_url": there.base_url, "other_key": there.key}
+        async with opened(script, **other) as (endpoint, access):
+            client = _client(access)
+            asked = {"model": "gpt-4.1", "messages": _ASK, "n": 1}
+            whole = await client.chat.completions.create(**asked)
+            stream = await client.chat.completions.create(**asked, stream=True)
+            texts = [p.choices[0].delta.content or "" async for p in stream if p.choices]
+            assert whole.choices[0].message.content == "".join(texts) == "yes"
+            assert (await _ask(client)).choices[0].message.content == "0"
+            assert await endpoint.close(access.key) == {"gpt-4.1": 2, "m": 1}
+            access = await endpoint.open(script)
+            await endpoint.close(access.key)
+    assert (len(judge.requests), len(script.requests)) == (2, 1)
+
+
+async def test_the_settings_of_a_run_are_the_endpoints(monkeypatch):
+    keys = []
+
+    async def judge(request):
+        keys.append(request.headers["Authorization"])
+        return web.json_response({"is": "the judge's"})
+
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", judge)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    port = runner.addresses[0][1]
+    monkeypatch.setenv("R3TRAIN_AGENT_OTHER_API_KEY", "sk-judge")
+    settings = {"agent_other_base_url": f"http://127.0.0.1:{port}/v1", "agent_strict": True}
+    endpoint = make_chat_endpoint(AgentSection(agent="m:f", agent_model="r3", **settings))
+    try:
+        access = await endpoint.open(Script())
+        for model, expected in (("r3", 400), ("judge", 200)):
+            body = orjson.dumps({"model": model, "messages": _ASK, "n": 2})
+            assert (await _post(access, body))[0] == expected
+        assert keys == ["Bearer sk-judge"]
+        await runner.cleanup()
+        status, answer = await _post(access, body)
+        assert status == 502 and f"--agent-other-base-url http://127.0.0.1:{port}" in str(answer)
+    finally:
+        await endpoint.stop()
+
+
 async def test_models_are_listed():
     async with opened(Script()) as (_, access):
         assert [model.id async for model in _client(access).models.list()] == ["r3train"]
 
 
-@pytest.mark.parametrize("path", ["/responses", "/completions", "/", "/chat/completions/x"])
+async def test_tokens_are_counted_by_the_session():
+    endpoint, asked = ChatEndpoint(), []
+
+    async def count(request):
+        asked.append(request.messages)
+        return 42
+
+    try:
+        access = await endpoint.open(Script(), None, count)
+        body = orjson.dumps({"model": "m", "messages": _ASK})
+        found = await _post(access, body, path="/messages/count_tokens")
+        assert found == (200, {"input_tokens": 42}) and asked == [_ASK]
+    finally:
+        await endpoint.stop()
+
+
+@pytest.mark.parametrize("path", ["/completions", "/embeddings", "/", "/chat/completions/x"])
 async def test_another_path_is_told_the_one_there_is(path):
     async with opened(Script()) as (_, access):
         status, answer = await _post(access, path=path)
@@ -353,6 +471,76 @@ async def test_a_body_that_breaks_off_holds_no_slot():
         assert not asked.done()
         writer.close()
         assert (await asked)[0] == 200
+
+
+_PATHS = {"/chat/completions": b": ping", "/responses": b"keepalive", "/messages": b"event: ping"}
+
+
+async def _streamed(access, path, script):
+    """The parts of a stream: what comes while the model has not answered, and the rest."""
+    body = orjson.dumps({"model": "m", "messages": _ASK, "input": "hi", "stream": True})
+    headers = {"Authorization": f"Bearer {access.key}"}
+    async with aiohttp.ClientSession(headers=headers) as session:
+        async with session.post(access.base_url + path, data=body) as response:
+            assert (response.status, response.content_type) == (200, "text/event-stream")
+            parts = [await response.content.readany()]
+            while not any(ping in parts[0] for ping in _PATHS.values()):
+                parts[0] += await response.content.readany()
+            script.may_answer.set()
+            return parts[0], await response.content.read()
+
+
+@pytest.mark.parametrize("begins", [True, False])
+@pytest.mark.parametrize("path, ping", _PATHS.items(), ids=_PATHS)
+async def test_a_stream_has_headers_and_pings_before_its_answer(path, ping, begins):
+    script = Script({"content": "late"}, begins=begins)
+    async with opened(script) as (_, access):
+        script.may_answer.clear()
+        first, rest = await asyncio.wait_for(_streamed(access, path, script), 30)
+        assert ping in first and b"late" not in first and b"late" in rest
+        assert script.deliveries == [(0, True)]
+
+
+@pytest.mark.parametrize("path", _PATHS)
+async def test_what_fails_in_a_stream_is_an_event_of_it(path):
+    script = Script(ChatRefused(400, "engine_error", "the run has failed"), begins=True)
+    async with opened(script) as (endpoint, access):
+        script.may_answer.clear()
+        _, rest = await _streamed(access, path, script)
+        assert b"the run has failed" in rest and endpoint.stats()["refused"] == 1
+
+
+async def test_a_refusal_before_the_model_is_asked_has_its_status_in_a_stream_too():
+    async with opened(Script(ChatRefused(400, "context_length_exceeded", "x"))) as (_, access):
+        with pytest.raises(openai.BadRequestError, match="context_length_exceeded"):
+            await _ask(_client(access), stream=True)
+
+
+async def test_an_equal_request_joins_a_call_that_its_client_left():
+    script = Script(begins=True)
+    async with opened(script) as (endpoint, access):
+        script.may_answer.clear()
+        with pytest.raises(openai.APITimeoutError):
+            await _ask(_client(access, timeout=0.5, max_retries=0))
+        asked = asyncio.create_task(_ask(_client(access)))
+        await until(lambda: endpoint.stats().get("retries_joined"))
+        script.may_answer.set()
+        assert (await asked).choices[0].message.content == "0"
+        assert (await _ask(_client(access))).choices[0].message.content == "1", "it was delivered"
+    assert script.deliveries == [(0, True), (1, True)]
+
+
+async def test_a_stream_that_its_client_left_is_joined():
+    script = Script(begins=True)
+    async with opened(script) as (endpoint, access):
+        script.may_answer.clear()
+        stream = await _ask(_client(access), stream=True)
+        await stream.close()
+        asked = asyncio.create_task(_ask(_client(access)))  # a fallback, as Claude Code's
+        await until(lambda: endpoint.stats().get("retries_joined"))
+        script.may_answer.set()
+        assert (await asked).choices[0].message.content == "0"
+    assert script.deliveries == [(0, True)]
 
 
 async def test_ignored_fields_are_counted():

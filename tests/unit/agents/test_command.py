@@ -32,6 +32,7 @@ async def test_a_harness_gets_its_task_and_its_reward_is_read(tmp_path):
         assert os.environ["OPENAI_BASE_URL"] == os.environ["OPENAI_API_BASE"] == "http://127.0.0.1:1/v1"
         assert os.environ["OPENAI_API_KEY"] == os.environ["ANTHROPIC_API_KEY"] == "sk-session"
         assert os.environ["ANTHROPIC_BASE_URL"] == "http://127.0.0.1:1"
+        assert os.environ["OPENAI_DEFAULT_MODEL"] == os.environ["ANTHROPIC_MODEL"] == "r3train"
         assert os.environ["OPENAI_AGENTS_DISABLE_TRACING"] == "1"
         assert os.listdir() == [] and os.getpgid(0) == os.getpid()
         open("left_here", "w").close()

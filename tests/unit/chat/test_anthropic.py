@@ -15,10 +15,9 @@ from r3train.chat.openai import ChatCall
 _USER = {"role": "user", "content": "hi"}
 
 
-def _read(**fields):
-    return read_request(
-        orjson.dumps({"model": "m", "max_tokens": 9, "messages": [_USER], **fields})
-    )
+def _read(strict=False, **fields):
+    body = orjson.dumps({"model": "m", "max_tokens": 9, "messages": [_USER], **fields})
+    return read_request(body, None, strict)
 
 
 def _block(kind, **fields):
@@ -95,8 +94,8 @@ def test_text_before_a_tools_result_is_said_once_and_before_it():
     [
         ({"messages": "hi"}, "messages 'hi'"),
         (
-            {"messages": [{"role": "system", "content": "a"}]},
-            r"messages\[0\].*role user or assistant",
+            {"messages": [{"role": "tool", "content": "a"}]},
+            r"messages\[0\].*role user, assistant or system",
         ),
         ({"messages": [{"role": "user", "content": 5}]}, r"messages\[0\].content 5"),
         ({"messages": [{"role": "user", "content": [_block("image")]}]}, "'image'.*only text"),
@@ -116,6 +115,7 @@ def test_text_before_a_tools_result_is_said_once_and_before_it():
             r"tools\[0\].*client's own",
         ),
         ({"tools": [{"input_schema": {}}]}, r"tools\[0\].function"),
+        ({"output_config": {"format": {}}}, "output_config.format .*free text"),
         ({"max_tokens": 0}, "max_tokens 0"),
         ({"stop_sequences": [1]}, "stop_sequences"),
         ({"system": [_block("image")]}, "'image'"),
@@ -123,8 +123,33 @@ def test_text_before_a_tools_result_is_said_once_and_before_it():
 )
 def test_what_is_not_supported_is_refused_by_name(fields, what):
     with pytest.raises(ChatRefused, match=what) as refused:
-        _read(**fields)
+        _read(strict=True, **fields)
     assert refused.value.status == 400
+
+
+def test_what_claude_code_sends_is_read():
+    """A system message among the others, a picture as a tool's result, and settings of its own servers."""
+    picture = _block("tool_result", tool_use_id="t1", content=[_block("image", source={})])
+    messages = [_USER, {"role": "system", "content": [_block("text", text="be brief")]}]
+    messages += [_HISTORY[1], {"role": "user", "content": [picture]}]
+    fields = {"output_config": {"effort": "high"}, "context_management": {"edits": []}}
+    for choice, readable in (({"type": "none"}, []), ({"type": "tool", "name": "look"}, 1)):
+        call = _read(messages=messages, tools=[_TOOL], tool_choice=choice, **fields)
+        request = call.request
+        assert len(request.readable) == (readable or 0)
+        assert set(request.ignored) == {"pictures"}
+    contents = [(m["role"], m["content"]) for m in request.messages]
+    assert contents[1] == ("system", "be brief")
+    assert contents[3] == ("tool", "[a picture, which this model cannot see]")
+
+
+def test_the_stop_text_that_ended_an_answer_is_named():
+    answer = ChatAnswer({"role": "assistant", "content": "a"}, "stop", 7, 5, stop_text="END")
+    for body in (
+        orjson.loads(answer_json(answer, _read())),
+        _merged(answer_events(answer, _read())),
+    ):
+        assert (body["stop_reason"], body["stop_sequence"]) == ("stop_sequence", "END")
 
 
 _WHOLE = {

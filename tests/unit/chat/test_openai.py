@@ -13,8 +13,8 @@ _USER = {"role": "user", "content": "hi"}
 _TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
 
-def _read(retry=None, **fields):
-    return read_request(orjson.dumps({"model": "m", "messages": [_USER], **fields}), retry)
+def _read(retry=None, strict=False, **fields):
+    return read_request(orjson.dumps({"model": "m", "messages": [_USER], **fields}), retry, strict)
 
 
 def test_a_request_is_read():
@@ -36,8 +36,10 @@ def test_what_is_no_number_marks_no_retry(header, retry):
     assert _read(header).request.retry == retry
 
 
-def test_only_the_same_body_has_the_same_digest():
+def test_only_the_same_body_has_the_same_digest_in_whatever_form_its_answer_is_wanted():
     assert _read().request.digest == _read().request.digest
+    again = _read(stream=True, stream_options={"include_usage": True}, metadata={"try": "2"})
+    assert again.request.digest == _read().request.digest
     assert _read().request.digest != _read(user="another").request.digest
 
 
@@ -52,11 +54,33 @@ def test_only_the_same_body_has_the_same_digest():
         ({"temperature": None, "n": 1, "presence_penalty": 0.0, "logit_bias": {}}, ()),
         ({"response_format": {"type": "text"}, "modalities": ["text"]}, ()),
         ({"user": "u", "store": True, "metadata": {}, "stream_options": {}}, ()),
-        ({"guided_json": {}, "min_tokens": 3}, ("other",)),
+        ({"guided_json": {}, "min_tokens": 3}, ("guided_json", "min_tokens")),
+        ({"a b": 1, "x" * 41: 1}, ("other", "other")),
+        ({f"f{n}": n for n in range(99)}, (*(f"f{n}" for n in range(8)), "other")),
+        ({"n": 2, "presence_penalty": 0.1}, ("n", "presence_penalty")),
+        ({"response_format": {"type": "json_object"}}, ("response_format",)),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, ("pictures",)),
+        ({"tool_choice": "none", "tools": [_TOOL]}, ()),
     ],
 )
 def test_what_has_no_effect_is_named(fields, ignored):
     assert _read(**fields).request.ignored == ignored
+
+
+def test_the_tools_that_may_be_called_are_those_of_the_choice():
+    tools = [_TOOL, {"type": "function", "function": {"name": "g"}}]
+    named = {"type": "function", "function": {"name": "g"}}
+    for choice, readable in (("none", []), ("auto", None), (named, tools[1:])):
+        request = _read(tools=tools, tool_choice=choice).request
+        assert (request.tools, request.readable, request.ignored) == (tools, readable, ())
+    with pytest.raises(ChatRefused, match="tool_choice .* no tool has this name"):
+        _read(tools=[_TOOL], tool_choice=named)
+
+
+def test_variables_of_the_template_reach_the_session():
+    values = {"a": 1, "enable_thinking": False}
+    given = _read(chat_template_kwargs={"a": 1}, enable_thinking=False).request
+    assert (given.template_values, given.ignored) == (values, ())
 
 
 @pytest.mark.parametrize(
@@ -86,12 +110,14 @@ def test_what_has_no_effect_is_named(fields, ignored):
 )
 def test_what_is_not_supported_is_refused_by_name(fields, what):
     with pytest.raises(ChatRefused, match=what) as refused:
-        _read(**fields)
+        _read(strict=True, **fields)
     assert (refused.value.status, refused.value.code) == (400, "invalid_request_error")
 
 
 @pytest.mark.parametrize(
-    "body", [b"", b"{", b"[]", b"\xff", b"[" * 5000, b'{"messages": "\\ud800"}', b"NaN", b"null"]
+    "body",
+    [b"", b"{", b"[]", b"\xff", b"[" * 5000, b'{"messages": "\\ud800"}', b"NaN", b"null"]
+    + [b'{"tools": ' + b"[" * 101 + b"]" * 101 + b"}"],
 )
 def test_a_body_that_is_no_object_is_refused(body):
     with pytest.raises(ChatRefused, match="the body is"):
@@ -160,7 +186,11 @@ def _merged(events):
         assert part["object"] == "chat.completion.chunk"
         usage = part.get("usage") or usage
         for choice in part["choices"]:
-            message |= choice["delta"]
+            calls = message.get("tool_calls", []) + choice["delta"].get("tool_calls", [])
+            assert (
+                len(choice["delta"].get("tool_calls", [])) < 2
+            ), "some clients read the first only"
+            message |= choice["delta"] | ({"tool_calls": calls} if calls else {})
             finish = choice["finish_reason"] or finish
     for index, call in enumerate(message.get("tool_calls", ())):
         assert call.pop("index") == index

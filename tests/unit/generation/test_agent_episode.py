@@ -32,15 +32,16 @@ class ChatEndpoint:
         self.open_keys: set[str] = set()
         self.tasks: list[asyncio.Task] = []
 
-    async def open(self, answer, take_reward=None) -> Access:
+    async def open(self, answer, take_reward=None, count=None) -> Access:
         self.open_keys.add("k")
         return Access("http://x/v1", "k", answer, take_reward)
 
-    async def close(self, key: str) -> None:
+    async def close(self, key: str) -> dict[str, int]:
         self.open_keys.remove(key)
         for task in self.tasks:
             task.cancel()
         await asyncio.gather(*self.tasks, return_exceptions=True)
+        return {"r3train": 1, "gpt-4.1": 2}
 
     async def stop(self) -> None: ...
 
@@ -107,6 +108,7 @@ def test_a_session_ends_with_its_samples_and_reward_and_its_key():
     assert made.endpoint.open_keys == set()
     [record] = made.records
     assert (record["calls"], record["failure"], record["reward"]) == (1, None, 0.5)
+    assert record["models"] == {"r3train": 1, "gpt-4.1": 2}
     assert record["samples"][0]["with_loss"] == samples[0].loss_mask.sum()
     assert made.agents.stats()["agent"]["sessions"] == 1
 

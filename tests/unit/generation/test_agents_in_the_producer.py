@@ -44,7 +44,7 @@ class Rechecks:
 class ManySessions(ChatEndpoint):
     """Sessions without HTTP, many at once; each has a key of its own."""
 
-    async def open(self, answer, take_reward=None) -> Access:
+    async def open(self, answer, take_reward=None, count=None) -> Access:
         access = Access("http://x/v1", f"k{len(self.open_keys)}-{id(answer)}", answer, take_reward)
         self.open_keys.add(access.key)
         return access

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import time
 
 import numpy as np
 import pytest
@@ -14,8 +15,8 @@ from tests.unit.data.test_replies import GLM, GPT_OSS
 from tests.unit.data.test_session_templates import CHATML
 from tests.unit.generation.session_play import assert_sound, Play, TOOLS, user, without
 
-from r3train.chat.base import ChatRefused
-from r3train.engine.backend import EngineError
+from r3train.chat.base import ChatRefused, ChatRequest
+from r3train.engine.backend import EngineError, SamplingParams
 
 CALL = '(hm)I add [add {"a": 1, "b": 2.0}]<|end|>'
 
@@ -508,3 +509,92 @@ def test_any_tree_of_requests_is_trained_once_on_the_rows_of_one_prefill(actions
         assert call.chain.sample.token_ids[: call.start].tobytes() in sent
     assert len({s.sample_id for s in samples}) == len(samples)
     assert json.dumps([list(entry) for s in samples for entry in s.token_ledger or ()])
+
+
+async def test_a_text_of_20_mb_is_refused_within_a_second_and_holds_nobody_up():
+    play = Play()
+    text, held, done = "the lawn is green. " * (1 << 20), [0.0], asyncio.Event()
+
+    async def beats():
+        while not done.is_set():
+            began = time.monotonic()
+            await asyncio.sleep(0)
+            held.append(time.monotonic() - began)
+
+    beating = asyncio.create_task(beats())
+    for messages in ([user(text)], [user("a"), user(text)]):
+        began = time.monotonic()
+        with pytest.raises(ChatRefused, match="more than 5000 tokens") as refused:
+            await play.ask(messages)
+        assert refused.value.code == "context_length_exceeded"
+        assert time.monotonic() - began < 1.0
+    done.set()
+    await beating
+    assert max(held) < 0.2, "on a busy machine"
+    assert play.engine.asked == [] and not play.session.chains
+
+
+async def test_many_characters_in_few_tokens_are_no_refusal():
+    """A token of many characters: what counts is tokens."""
+    play = Play(max_context_len=60)
+    play.words.add_tokens(["x" * 99])
+    assert (await play.ask([user("x" * 99 * 20)]))["role"] == "assistant"
+
+
+@pytest.mark.parametrize("history", ["append", "template"])
+async def test_long_texts_go_on_as_short_ones_do(history):
+    """Rendered on a thread: two at once behind one answer are one sample and its fork."""
+    play, long = Play(history=history), "x" * 99
+    play.words.add_tokens([long])
+    play.engine.answers = ["a<|end|>", "b<|end|>", "c<|end|>"]
+    first = await play.ask([user(long * 350)])
+    behind = [[user(long * 350), first, user(long * 340 + str(n))] for n in range(2)]
+    await asyncio.gather(*map(play.ask, behind))
+    samples = play.session.samples()
+    assert_sound(samples)
+    assert sorted(c.begins for c in play.session.chains) == ["fork", "root"]
+
+
+async def test_tokens_are_counted_as_they_are_sent():
+    play = Play()
+    play.engine.answers = ["a<|end|>", "b<|end|>"]
+    messages = [user("go")]
+    for _ in range(2):
+        request = ChatRequest(list(messages), b"")
+        counted = await play.session.count_tokens(request)
+        answer, commit = await play.session.answer(request)
+        commit(True)
+        assert counted == answer.prompt_tokens
+        messages += [answer.message, user("on")]
+    assert len(play.session.calls) == 2
+
+
+async def test_a_call_that_the_request_does_not_want_is_text():
+    play = Play()
+    play.engine.answers = ["I [add {}]<|end|>"] * 2
+    assert "tool_calls" in await play.ask([user("go")], tools=TOOLS)
+    text = await play.ask([user("go on")], tools=TOOLS, readable=[])
+    assert text["content"] == "I [add {}]" and "tool_calls" not in text
+
+
+async def test_variables_that_the_template_does_not_read_are_taken_and_others_are_refused():
+    play = Play("{% if bye %}bye{% endif %}" + CHATML)
+    for values in ({"unread": 1}, {"bye": False}):
+        await play.ask([user("go")], template_values=values)
+    with pytest.raises(
+        ChatRefused, match="chat_template_kwargs {'bye': True}: .*for the whole run"
+    ):
+        await play.ask([user("go")], template_values={"bye": True})
+
+
+async def test_the_stop_text_is_told_and_what_begins_is_told_once_it_is_not_refused():
+    play, told = Play(), []
+    play.engine.answers = ["one END two<|end|>"]
+    begun = lambda: told.append(len(play.engine.asked))  # noqa: E731
+    answer, _ = await play.session.answer(
+        ChatRequest([user("go")], b"", stop=("two", "END"), begun=begun)
+    )
+    assert (answer.stop_text, answer.message["content"], told) == ("END", "one ", [0])
+    with pytest.raises(ChatRefused):
+        await play.session.answer(ChatRequest([user("go " * 9999)], b"", begun=begun))
+    assert told == [0]
