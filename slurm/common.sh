@@ -59,6 +59,8 @@ require_count() {
     [[ ${!1} =~ ^[1-9][0-9]*$ ]] || refuse "$1 is ${!1}: expected a number above 0"
 }
 [[ -z $GPUS_PER_SERVER ]] || require_count GPUS_PER_SERVER
+[[ -e $CONFIG || -e $R3TRAIN_ROOT/$CONFIG || -e $R3TRAIN_ROOT/configs/$CONFIG.toml ]] ||
+    refuse "CONFIG is $CONFIG: no such file or recipe (r3train recipes lists them)"
 [[ -n $CONTAINER || -z $CONTAINER_MOUNTS ]] ||
     refuse "CONTAINER_MOUNTS is without effect without CONTAINER"
 # Words between srun's flags and the command of a step.  Directories keep their names in the container.

@@ -46,12 +46,10 @@ _KINDS = {
 
 
 def path_hint(path: Path, *, dataset: bool = False) -> str:
-    """Return what to add to "no such file": of ~ and $NAME, of a near name, of a name of the Hugging Face hub, else "".
+    """Return what to add to "no such file": of a near name, of a name of the Hugging Face hub, else "".
 
     The pages' own directories and a directory that is here begin no such name.
     """
-    if str(path).startswith(("~", "$")):
-        return "; ~ and $NAME are not expanded here: write the whole path"
     if path.parent.is_dir():
         names = [file.name for file in path.parent.glob("*")]
         if near := difflib.get_close_matches(path.name, names, 1, 0.8):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, ClassVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 
 from r3train.config.requirements import Requirement
 
@@ -48,3 +49,11 @@ class Section(BaseModel):
     every_field: ClassVar[tuple[Requirement, ...]] = ()
     # settings that only tests need: they are listed in a section of their own
     test_hooks: ClassVar[tuple[str, ...]] = ()
+
+    @field_validator("*")
+    @classmethod
+    def _is_whole(cls, value: Any) -> Any:
+        """Raise ValueError for a path that a shell should have expanded."""
+        if isinstance(value, Path) and str(value).startswith(("~", "$")):
+            raise ValueError("~ and $NAME are not expanded here: write the whole path")
+        return value

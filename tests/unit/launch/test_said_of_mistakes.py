@@ -115,8 +115,12 @@ REFUSED: dict[str, tuple[tuple[str, ...], str | None, str]] = {
     "a path of the shell": (
         ("--hf-checkpoint", "~/model"),
         None,
-        "~/model: no such checkpoint directory (hf_checkpoint); ~ and $NAME are not expanded here: write the whole"
-        " path",
+        "--hf-checkpoint: ~ and $NAME are not expanded here: write the whole path, got '~/model'",
+    ),
+    "a path of the shell that is written": (
+        ("--config", "FILE"),
+        '[checkpoint]\nsave = "$HOME/ck"\n',
+        "FILE: [checkpoint] save: ~ and $NAME are not expanded here: write the whole path, got '$HOME/ck'",
     ),
     "a misspelt file of prompts": (
         ("--prompt-data", "TINY/prompt.jsonl"),

@@ -129,6 +129,14 @@ def test_a_laptop_renders_what_slurm_would_run():
         assert all(set(words) <= set(step) for words, step in zip(expected, steps)), done.stdout
 
 
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_recipe_that_is_not_there_is_refused_before_a_job_waits_for_its_nodes(script, tmp_path):
+    refused, _ = render(tmp_path, script, nodes=2, CONFIG="no_such_recipe")
+    assert refused.returncode == 2 and "CONFIG is no_such_recipe" in refused.stderr
+    done, steps = render(tmp_path, script, nodes=2, CONFIG="qwen3_30b_a3b")
+    assert done.returncode == 0 and steps, done.stderr
+
+
 def test_the_container_of_a_second_regression_sees_its_run_its_logs_and_its_summary(tmp_path):
     given = {"CONTAINER": "/a.sqsh", "SLURM_RESTART_COUNT": "1", "SUMMARY": "/reports/r3.md"}
     _, (step,) = render(tmp_path, "r3_regression", **given)
