@@ -246,7 +246,7 @@ VANISHES = {
 
 @pytest.mark.parametrize("case", VANISHES)
 def test_a_message_that_the_template_leaves_out_is_refused_by_row(case, chat, tmp_path):
-    """S4: whatever leaves it out."""
+    """Whatever leaves it out."""
     body, what = VANISHES[case]
     model = with_template(chat, tmp_path, "{% for m in messages %}" + body + "\n{% endfor %}")
     first = {"role": "system", "content": "Answer in many words."}
@@ -353,7 +353,7 @@ def sft_refusal(model, file) -> str:
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("as_text", [False, True])
 def test_what_is_trained_of_calls_is_what_was_called(form, name, as_text, chat, tmp_path):
-    """S1, S2, S3 of --loss-type sft."""
+    """As of prompts, with --loss-type sft."""
     model = with_template(chat, tmp_path, TEMPLATES[name])
     given = [{"query": "times"}, {"left": "12", "right": "3"}]
     (tmp_path / "one").mkdir()
@@ -390,6 +390,7 @@ def test_an_answer_of_weight_0_is_not_trained(model, tmp_path):
     [
         ([ASK, {**SAYS, "weight": 0}], "every answer has weight 0"),
         ([ASK, {**SAYS, "weight": 0.5}], "message 2: weight 0.5"),
+        ([ASK, {**SAYS, "content": ""}], "message 2: an answer of nothing"),
         ([ASK, {**SAYS, "weight": "0"}], "message 2: weight '0'"),
         ([{**ASK, "weight": 1}, SAYS], "message 1: weight 1"),
         ([ASK, {**SAYS, "loss": False}], "message 2: the key loss beside an answer has no effect"),
@@ -400,7 +401,7 @@ def test_an_answer_of_weight_0_is_not_trained(model, tmp_path):
     ],
 )
 def test_a_conversation_that_would_be_trained_otherwise_is_refused(messages, what, model, tmp_path):
-    """S19, S2, S4 of --loss-type sft."""
+    """Weights, content and roles, with --loss-type sft."""
     file = jsonl(tmp_path, {"messages": [ASK, SAYS]}, {"messages": messages})
     said = sft_refusal(model, file)
     assert f"{file}:2: " in said and what in said

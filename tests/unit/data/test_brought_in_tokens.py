@@ -48,7 +48,7 @@ def test_a_text_begins_once(template, beginning, text, model, tmp_path):
 
 
 def test_a_prompt_that_ends_in_a_stop_token_is_refused(model, tmp_path):
-    """S7: of its own text, of the tokenizer, or of the template."""
+    """A stop token of its own text, of the tokenizer, or of the template."""
     file = jsonl(tmp_path, {"input": "What"}, {"input": "What<eos>"})
     said = refusal(dry(model, file))
     assert (

@@ -932,7 +932,7 @@ def test_ids_of_a_tokenizer_that_the_model_lacks_are_refused(place, number, said
     [None, [], "Qwen3MoeForCausalLM", ["Qwen3MoeModel"], ["Qwen3MoeForSequenceClassification"]],
 )
 def test_a_class_by_which_no_server_finds_the_model_is_refused(classes, tiny, tmp_path):
-    """L7: the run ended in SGLang's traceback."""
+    """The run ended in SGLang's traceback."""
     model = Path(shutil.copytree(tiny / "model", tmp_path / "model"))
     content = json.loads((model / "config.json").read_text())
     assert content.pop("architectures") == ["Qwen3MoeForCausalLM"]
