@@ -11,6 +11,7 @@ import asyncio
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -96,6 +97,8 @@ class _Model:
 
 class _Template:
     """A chat template of bytes: each message and ``_END``, and a word that asks for an answer."""
+
+    chat = SimpleNamespace(encode=lambda text: list(text.encode("latin-1")))
 
     def whole(self, messages: Sequence[Message], tools: Sequence[Any]) -> list[int]:
         return [*(i for m in messages for i in (*str(m["content"]).encode(), _END)), *b"?"]
