@@ -295,7 +295,7 @@ EXPERT_BIAS = tuple(
         t.name
         for f in FAMILIES.values()
         for w in f.weights.layer_weights
-        if w.float32
+        if w.name.endswith("expert_bias")
         for t in w.disk
     }
 )
