@@ -155,7 +155,7 @@ def test_each_row_is_of_the_forward_under_the_weights_of_its_token(mode, flush, 
         shifted, _ = reference(
             sample.token_ids, sample.prompt_len, versions, keep_kv=mode == "in_place" or not flush
         )
-        assert abs(shifted - sample.rollout_log_probs)[sample.loss_mask].max() > 1e-2
+        assert abs(shifted - sample.rollout_log_probs)[sample.loss_mask].max() > 1e-3
     assert spanned, "no sample was in mid-generation at both updates"
 
 

@@ -66,7 +66,7 @@ def test_an_installed_wheel_trains_the_demo_outside_of_the_checkout(installed, t
     where = run([installed / "python", "-c", "import r3train; print(r3train.__file__)"], tmp_path)
     assert str(installed.parent) in where and str(jobs.ROOT) not in where
     listed = run([installed / "r3train", "recipes"], tmp_path).splitlines()
-    assert {line.split()[0] for line in listed} == {
+    assert {line.split()[0] for line in listed if line[0] != " "} == {
         file.stem for file in (jobs.ROOT / "configs").glob("*.toml")
     }
     (package,) = installed.parent.glob("lib/python3*/site-packages/r3train")
