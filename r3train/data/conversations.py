@@ -150,7 +150,9 @@ def _rendered(
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     trained = [i for i in answers if messages[i].get("weight") != 0]
     for i in trained:
-        if not any(messages[i].get(part) for part in ("content", "reasoning_content", "tool_calls")):
+        if not any(
+            messages[i].get(part) for part in ("content", "reasoning_content", "tool_calls")
+        ):
             raise ValueError(
                 f"{where}: message {i + 1}: an answer of nothing would teach to end at once: weight 0 leaves it out"
             )
