@@ -246,7 +246,7 @@ VANISHES = {
 
 @pytest.mark.parametrize("case", VANISHES)
 def test_a_message_that_the_template_leaves_out_is_refused_by_row(case, chat, tmp_path):
-    """Whatever leaves it out."""
+    """A message that is left out in any way."""
     body, what = VANISHES[case]
     model = with_template(chat, tmp_path, "{% for m in messages %}" + body + "\n{% endfor %}")
     first = {"role": "system", "content": "Answer in many words."}
