@@ -42,9 +42,8 @@ _OTHERS = re.compile(
 _HEADERS_S = 1.0  # a refusal is known by then
 _PING_S = 15.0
 _NAMES_KEPT = 32
-_READ_AT_ONCE = (
-    1 << 20
-)  # longer bodies are read on a thread: the event loop is that of all sessions
+# longer bodies are read on a thread: the event loop is that of all sessions
+_READ_AT_ONCE = 1 << 20
 
 
 class _Dialect(Protocol):
@@ -291,8 +290,9 @@ class ChatEndpoint:
                 raise ConnectionError("its client is gone")
             body = await request.read()
             if self._other is not None:
-                name = openai.json_object(body).get("model") or _MODEL
-                if not self._is_policy(session, str(name)):
+                read = partial(openai.json_object, body)
+                fields = await asyncio.to_thread(read) if len(body) > _READ_AT_ONCE else read()
+                if not self._is_policy(session, str(fields.get("model") or _MODEL)):
                     return await self._elsewhere(request, body)
             chat_call = await self._asked(dialect, request, session)
             if session.is_over:
@@ -399,7 +399,7 @@ class ChatEndpoint:
                     await answer.write(part)
                 await answer.write_eof()
                 return answer
-        except aiohttp.ClientConnectorError as error:
+        except aiohttp.ClientConnectionError as error:
             text = f"--agent-other-base-url {self._other}: {error}"
             raise ChatRefused(502, "other_model", text) from None
 

@@ -73,7 +73,7 @@ def read_request(body: bytes, retry_header: str | None = None, strict: bool = Fa
         max_tokens=count_of(fields, "max_output_tokens"),
         retry=retries_of(retry_header),
         strict=_STRICT if strict else None,
-        ignored=[*ignored, *(["tools"] * bool(left_out))],
+        ignored=[*ignored, "tools"] if left_out else ignored,
         choice="none" if choice == "none" else choice if is_named else None,
     )
 

@@ -422,10 +422,12 @@ def require_messages(
     for index, name in unknown:
         if answers and messages[index]["role"] == "assistant":
             raise ValueError(
-                f"{record.where}: key {key}: message {index + 1}: the key {name} beside an answer has no"
+                f"{record.where}: key {key}: message {index + 1}: the key {name} next to an answer has no"
                 " effect here: leave it out, or give weight 0 to an answer that is not to be trained"
             )
-        odd[f"the key {name} beside a message has no effect"] = "the chat template does not read it"
+        odd[f"the key {name} next to a message has no effect"] = (
+            "the chat template does not read it"
+        )
     for token in template.special_tokens_in(messages):
         remedy = "there they become control tokens; is the text rendered already?"
         odd[f"the special token {token!r} stands in a message"] = remedy

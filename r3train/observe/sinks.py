@@ -183,15 +183,22 @@ def _reach_wandb(trackers: TrackersSection) -> None:
         raise ValueError("there is no API key")
 
 
+# its own are minutes
+_MLFLOW_LIMITS = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "20", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}
+
+
 def _reach_mlflow(trackers: TrackersSection) -> None:
     uri = trackers.mlflow_tracking_uri or os.environ.get("MLFLOW_TRACKING_URI", "")
     if uri.startswith("http"):
-        # MLflow's own limits are minutes
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
         from mlflow.tracking import MlflowClient
 
-        MlflowClient(uri).search_experiments(max_results=1)
+        ours = {name: v for name, v in _MLFLOW_LIMITS.items() if name not in os.environ}
+        os.environ.update(ours)
+        try:
+            MlflowClient(uri).search_experiments(max_results=1)
+        finally:  # the run itself is patient
+            for name in ours:
+                del os.environ[name]
 
 
 _REACHED = {

@@ -5,7 +5,7 @@ import json
 import orjson
 import pytest
 from hypothesis import given, strategies as st
-from tests.unit.chat.test_openai import _JSON, _paths
+from tests.unit.chat.test_openai import _JSON, _paths, spoiled
 
 from r3train.chat.anthropic import answer_events, answer_json, error_json, read_request
 from r3train.chat.base import ChatAnswer, ChatRefused
@@ -166,16 +166,7 @@ _WHOLE = {
 
 @given(st.sampled_from(list(_paths(_WHOLE))), _JSON, st.booleans())
 def test_any_value_in_any_place_is_read_or_refused_in_one_line(path, value, leave_out):
-    whole = json.loads(json.dumps(_WHOLE))
-    place = whole
-    for key in path[:-1]:
-        place = place[key]
-    if not path:
-        whole = value
-    elif leave_out:
-        del place[path[-1]]
-    else:
-        place[path[-1]] = value
+    whole = spoiled(_WHOLE, path, value, leave_out)
     try:
         assert isinstance(read_request(orjson.dumps(whole)), ChatCall)
     except ChatRefused as refused:

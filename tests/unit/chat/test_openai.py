@@ -157,18 +157,23 @@ def _paths(value, path=()):
         yield from _paths(value[key], (*path, key))
 
 
-@given(st.sampled_from(list(_paths(_WHOLE))), _JSON, st.booleans())
-def test_any_value_in_any_place_is_read_or_refused_in_one_line(path, value, leave_out):
-    whole = json.loads(json.dumps(_WHOLE))
-    place = whole
+def spoiled(whole, path, value, leave_out):
+    """A copy of a body with another value at a path, or nothing there."""
+    if not path:
+        return value
+    whole = place = json.loads(json.dumps(whole))
     for key in path[:-1]:
         place = place[key]
-    if not path:
-        whole = value
-    elif leave_out:
+    if leave_out:
         del place[path[-1]]
     else:
         place[path[-1]] = value
+    return whole
+
+
+@given(st.sampled_from(list(_paths(_WHOLE))), _JSON, st.booleans())
+def test_any_value_in_any_place_is_read_or_refused_in_one_line(path, value, leave_out):
+    whole = spoiled(_WHOLE, path, value, leave_out)
     try:
         assert isinstance(read_request(orjson.dumps(whole)), ChatCall)
     except ChatRefused as refused:

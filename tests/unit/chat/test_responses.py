@@ -5,7 +5,7 @@ import json
 import orjson
 import pytest
 from hypothesis import given, strategies as st
-from tests.unit.chat.test_openai import _CALL, _JSON, _MESSAGES, _paths
+from tests.unit.chat.test_openai import _CALL, _JSON, _MESSAGES, _paths, spoiled
 
 from r3train.chat.base import ChatAnswer, ChatRefused
 from r3train.chat.messages import message_key
@@ -105,16 +105,7 @@ _WHOLE |= dict.fromkeys("text tool_choice reasoning stream max_output_tokens bac
 
 @given(st.sampled_from(list(_paths(_WHOLE))), _JSON, st.booleans())
 def test_any_value_in_any_place_is_read_or_refused_in_one_line(path, value, leave_out):
-    whole = json.loads(json.dumps(_WHOLE))
-    place = whole
-    for key in path[:-1]:
-        place = place[key]
-    if not path:
-        whole = value
-    elif leave_out:
-        del place[path[-1]]
-    else:
-        place[path[-1]] = value
+    whole = spoiled(_WHOLE, path, value, leave_out)
     try:
         assert isinstance(read_request(orjson.dumps(whole)), ChatCall)
     except ChatRefused as refused:

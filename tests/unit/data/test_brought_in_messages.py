@@ -307,7 +307,7 @@ def test_keys_without_effect_and_pictures_are_named(model, tmp_path):
     result = dry(model, file, "--apply-chat-template")
     said = " ".join(result.output.split())
     assert (
-        f"{file}: the key mood beside a message has no effect, in 2 of the rows (first {file}:1)"
+        f"{file}: the key mood next to a message has no effect, in 2 of the rows (first {file}:1)"
         in said
     )
     assert f"{file}: key images is not read, in 1 of the rows (first {file}:1)" in said
@@ -393,8 +393,8 @@ def test_an_answer_of_weight_0_is_not_trained(model, tmp_path):
         ([ASK, {**SAYS, "content": ""}], "message 2: an answer of nothing"),
         ([ASK, {**SAYS, "weight": "0"}], "message 2: weight '0'"),
         ([{**ASK, "weight": 1}, SAYS], "message 1: weight 1"),
-        ([ASK, {**SAYS, "loss": False}], "message 2: the key loss beside an answer has no effect"),
-        ([ASK, {**SAYS, "train": 0}], "message 2: the key train beside an answer has no effect"),
+        ([ASK, {**SAYS, "loss": False}], "message 2: the key loss next to an answer has no effect"),
+        ([ASK, {**SAYS, "train": 0}], "message 2: the key train next to an answer has no effect"),
         ([ASK, {**SAYS, "reasoning_content": "12 and 12"}], "its reasoning_content '12 and 12'"),
         ([ASK, {"role": "assistant", "content": None}], "message 2: content is null"),
         ([ASK, {"role": "gpt", "content": "36"}], "message 2: role 'gpt'"),
