@@ -103,8 +103,7 @@ class RankZero:
         assert sample.num_tokens == self.tokens
         marks.append(time.process_time())
         recorded = Recorded(1, range(self.routes.num_layers))
-        for first, rows in decoded_rows(sample):
-            recorded.add(0, number, rows, first)
+        recorded.add(0, [(number, rows, first) for first, rows in decoded_rows(sample)])
         marks.append(time.process_time())
         trained = TrainSample(sample, 0.0, np.ones(self.tokens, np.float32))
         for places in (self.places[:1], self.places[1:]):

@@ -258,12 +258,14 @@ def record_samples(
 ) -> Recorded:
     """Take the fingerprints of samples whose routes are on this rank."""
     recorded = Recorded(num_data_ranks, moe_layers)
+    parts: list[list[tuple[int, np.ndarray, int]]] = [[] for _ in range(num_data_ranks)]
     for sample in samples:
         assert sample.routed_experts is not None
         # a sample that nobody trains is counted too, so that the check finds it missing
-        data_rank = data_rank_of.get(sample.sample_id, 0)
-        for position, rows in decoded_rows(sample):
-            recorded.add(data_rank, sample.sample_id, rows, first_position=position)
+        of_rank = parts[data_rank_of.get(sample.sample_id, 0)]
+        of_rank += [(sample.sample_id, rows, position) for position, rows in decoded_rows(sample)]
+    for data_rank, of_rank in enumerate(parts):
+        recorded.add(data_rank, of_rank)
     return recorded
 
 

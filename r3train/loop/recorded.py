@@ -6,7 +6,7 @@ its store, and the sum of the leaders' tables is the table that rank 0 would hav
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -16,7 +16,10 @@ from r3train.routing.fingerprint import (
     recorded_rows,
     rollout_fingerprint,
 )
+from r3train.ids import token_uids
 from r3train.types import RolloutSample
+
+_SLOTS_AT_ONCE = 1 << 16
 
 
 def decoded_rows(sample: RolloutSample) -> Iterator[tuple[int, np.ndarray]]:
@@ -65,14 +68,32 @@ class Recorded:
         self.table = np.zeros((2, num_data_ranks, len(self.layers)), dtype=np.int64)
         self.fingerprints, self.whole_rows = self.table[0].view(np.uint64), self.table[1]
 
-    def add(
-        self, data_rank: int, sample_id: int, rows: np.ndarray, first_position: int = 0
-    ) -> None:
-        """Add rows of a sample, uint8/uint16 [R, L, K], from token ``first_position`` on."""
-        self.fingerprints[data_rank] += rollout_fingerprint(
-            sample_id, rows, self.layers, first_position
-        )
-        self.whole_rows[data_rank] += recorded_rows(rows, self.layers)
+    def add(self, data_rank: int, parts: Iterable[tuple[int, np.ndarray, int]]) -> None:
+        """Add rows of samples: (sample id, uint8/uint16 [R, L, K], position of the first row) each."""
+        uids: list[np.ndarray] = []
+        rows: list[np.ndarray] = []
+        slots = 0
+        for sample_id, part, first in parts:
+            uids.append(token_uids(sample_id, first + len(part))[first:])
+            rows.append(part)
+            slots += part.size
+            if slots >= _SLOTS_AT_ONCE:
+                self._add_rows(data_rank, uids, rows)
+                uids, rows, slots = [], [], 0
+        if rows:
+            self._add_rows(data_rank, uids, rows)
+
+    def _add_rows(self, data_rank: int, uids: list[np.ndarray], rows: list[np.ndarray]) -> None:
+        """Add rows, as many at once as a cache of the processor holds."""
+        all_uids = np.concatenate(uids)
+        all_rows = rows[0] if len(rows) == 1 else np.concatenate(rows)
+        step = max(1, _SLOTS_AT_ONCE // max(1, all_rows[:1].size))
+        for i in range(0, len(all_rows), step):
+            part = all_rows[i : i + step]
+            self.fingerprints[data_rank] += rollout_fingerprint(
+                all_uids[i : i + step], part, self.layers
+            )
+            self.whole_rows[data_rank] += recorded_rows(part, self.layers)
 
     def add_sampling_mask(
         self, data_rank: int, sample_id: int, counts: np.ndarray, ids: np.ndarray, first: int

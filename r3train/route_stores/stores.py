@@ -217,7 +217,7 @@ class RouteStores(Routes):
         recorded = Recorded(len(self._leaders), self._moe_layers)
         for data_rank, sample_id, position, key, start, stop in kept:
             rows = self.node.store.rows(key, start, stop)
-            recorded.add(data_rank, sample_id, rows, first_position=position)
+            recorded.add(data_rank, [(sample_id, rows, position)])
         return recorded
 
     def recorded(self, prepared: Prepared | None) -> Recorded:

@@ -27,33 +27,26 @@ _MASK64 = (1 << 64) - 1
 
 
 def rollout_fingerprint(
-    sample_id: int, routed_experts: np.ndarray, layer_numbers: np.ndarray, first_position: int = 0
+    uids: np.ndarray, routed_experts: np.ndarray, layer_numbers: np.ndarray
 ) -> np.ndarray:
-    """Fingerprint of one sample's recorded routes, a number per layer.
+    """Fingerprint of recorded rows, a number per layer; those of parts add up to the whole's.
 
-    routed_experts: uint8/uint16 [R, L, K] as decoded from the engine, the rows from token
-    ``first_position`` on; missing slots count as nothing.  layer_numbers: int[l], 1-based MoE
-    layers.  Returns uint64[l]; the fingerprints of a sample's parts add up to its own.
+    uids: int64[R] names of the rows' tokens; routed_experts: uint8/uint16 [R, L, K] as decoded from the engine, whose
+    missing slots count as nothing; layer_numbers: int[l], 1-based MoE layers.  Returns uint64[l].
     """
-    last = first_position + routed_experts.shape[0]
-    uids = token_uids(sample_id, last)[first_position:].view(np.uint64)
-    missing = missing_marker(routed_experts.dtype)
-    out = np.zeros(len(layer_numbers), dtype=np.uint64)
-    token_part = uids * np.uint64(_UID)
-    for i, number in enumerate(layer_numbers):
-        experts = routed_experts[:, number - 1]
-        x = experts.astype(np.uint64)
-        x += np.uint64(1)
-        x *= np.uint64(_EXPERT)
-        x += token_part[:, None] + np.uint64(int(number) * _LAYER & _MASK64)
-        x ^= x >> np.uint64(30)
-        x *= np.uint64(_MIX1)
-        x ^= x >> np.uint64(27)
-        x *= np.uint64(_MIX2)
-        x ^= x >> np.uint64(31)
-        x[experts == missing] = 0
-        out[i] = x.sum(dtype=np.uint64)
-    return out
+    experts = routed_experts[:, np.asarray(layer_numbers) - 1]
+    layers = np.array([int(n) * _LAYER & _MASK64 for n in layer_numbers], dtype=np.uint64)
+    x = experts.astype(np.uint64)
+    x += np.uint64(1)
+    x *= np.uint64(_EXPERT)
+    x += ((uids.view(np.uint64) * np.uint64(_UID))[:, None] + layers)[:, :, None]
+    x ^= x >> np.uint64(30)
+    x *= np.uint64(_MIX1)
+    x ^= x >> np.uint64(27)
+    x *= np.uint64(_MIX2)
+    x ^= x >> np.uint64(31)
+    x[experts == missing_marker(experts.dtype)] = 0
+    return x.sum(axis=(0, 2), dtype=np.uint64)
 
 
 def kept_fingerprint(
@@ -106,7 +99,7 @@ def _mixed(x: np.ndarray) -> np.ndarray:
 
 
 def recorded_rows(routed_experts: np.ndarray, layer_numbers: np.ndarray) -> np.ndarray:
-    """int64[l] rows of one sample whose every slot the engine reported, a number per layer."""
+    """int64[l] rows whose every slot the engine reported, a number per layer."""
     layer_routes = routed_experts[:, np.asarray(layer_numbers) - 1]
     return (
         (layer_routes != missing_marker(layer_routes.dtype))

@@ -19,7 +19,7 @@ pytestmark = [
 def test_the_device_fingerprint_equals_the_hosts_on_cuda():
     rng = np.random.default_rng(0)
     routes = np.argsort(rng.random((4095, 3, 64)), axis=-1)[..., :8].astype(np.uint8)
-    expected = rollout_fingerprint(7, routes, np.array([1, 2, 3]))
+    expected = rollout_fingerprint(token_uids(7, 4095), routes, np.array([1, 2, 3]))
     uids = torch.from_numpy(token_uids(7, 4095)).cuda()
     for layer in (1, 2, 3):
         experts = torch.from_numpy(routes[:, layer - 1].astype(np.int64)).cuda()

@@ -27,6 +27,11 @@ def make_routes(rows: int = 6, layers: int = 4, topk: int = 2) -> np.ndarray:
     return generator.random((rows, layers, 8)).argsort(-1)[..., :topk].astype(np.uint8)
 
 
+def of_sample(sample_id: int, routes: np.ndarray) -> np.ndarray:
+    """The rollout's side of a sample."""
+    return rollout_fingerprint(token_uids(sample_id, len(routes)), routes, LAYERS)
+
+
 def on_the_device(sample_id: int, routes: np.ndarray, uids: np.ndarray | None = None) -> list[int]:
     """The trainer's side of the same sample, a number per layer."""
     uids = token_uids(sample_id, len(routes)) if uids is None else uids
@@ -41,7 +46,7 @@ def on_the_device(sample_id: int, routes: np.ndarray, uids: np.ndarray | None = 
 def test_the_two_sides_written_apart_give_the_same_numbers():
     routes = make_routes()
     routes[2, 1, 0] = 255
-    assert rollout_fingerprint(9, routes, LAYERS).tolist() == on_the_device(9, routes)
+    assert of_sample(9, routes).tolist() == on_the_device(9, routes)
 
 
 @pytest.mark.parametrize(
@@ -58,15 +63,13 @@ def test_the_two_sides_written_apart_give_the_same_numbers():
 )
 def test_every_mistake_changes_the_fingerprint(mistake):
     routes = make_routes()
-    assert (
-        rollout_fingerprint(1, mistake(routes), LAYERS) != rollout_fingerprint(1, routes, LAYERS)
-    ).any()
+    assert (of_sample(1, mistake(routes)) != of_sample(1, routes)).any()
 
 
 def test_two_samples_with_each_others_routes_change_the_sum():
     a, b = make_routes(), make_routes()[::-1].copy()
-    right = rollout_fingerprint(1, a, LAYERS) + rollout_fingerprint(2, b, LAYERS)
-    swapped = rollout_fingerprint(1, b, LAYERS) + rollout_fingerprint(2, a, LAYERS)
+    right = of_sample(1, a) + of_sample(2, b)
+    swapped = of_sample(1, b) + of_sample(2, a)
     assert (right != swapped).all()
 
 

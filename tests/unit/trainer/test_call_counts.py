@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from r3train.cpu.device import prepare_device
+from r3train.ids import token_uids
 from r3train.routing.fingerprint import rollout_fingerprint
 from r3train.types import RankSlice, ReplayEvidence, missing_marker
 
@@ -157,7 +158,7 @@ def fingerprint_of(routes: np.ndarray, layer: int) -> int:
     """Of the recorded slots of real rows [m, K], as the rollout's side takes it."""
     every = np.full((REAL, max(LAYERS), TOPK), MISSING, np.uint8)
     every[:, layer - 1] = routes[:REAL]
-    return int(rollout_fingerprint(0, every, np.array([layer]))[0])
+    return int(rollout_fingerprint(token_uids(0, REAL), every, np.array([layer]))[0])
 
 
 def counts(call: ReplayEvidence, of: dict[str, int]) -> dict[str, int]:
