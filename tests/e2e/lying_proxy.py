@@ -403,10 +403,11 @@ class Told:
 
 @dataclass
 class Record:
-    """Orders to a liar, and its record.  ``delay_s(n)`` is the wait before request n."""
+    """Orders to a liar, and its record.  ``delay_s(n)`` is the wait before request n, ``hold_s`` that of what it asks."""
 
     lie: Callable[[int], str | None] = lambda n: None
     delay_s: Callable[[int], float] = lambda n: 0.0
+    hold_s: Callable[[dict[str, Any]], float] = lambda asked: 0.0
     lie_to: Callable[[str], str | None] = lambda call: None
     called: list[tuple[str, str]] = field(default_factory=list)  # (call, lie)
     told: list[Told] = field(default_factory=list)
@@ -447,7 +448,7 @@ class _Liar:
         kind_of_call, lie_told = request.path.removeprefix("/"), None
         if rid.count("-") >= 3 and rid.split("-")[2].isdigit():
             number, record.count = record.count, record.count + 1
-            await asyncio.sleep(record.delay_s(number))
+            await asyncio.sleep(record.delay_s(number) + record.hold_s(asked))
         else:
             if rid:
                 kind_of_call = "canary" if rid.startswith("r3train-probe") else "recheck"
