@@ -17,23 +17,31 @@ import torch
 from r3train.cpu import products
 from r3train.cpu.torchvision_stub import declare_ops_for_imports
 from r3train.cuda_environment import set_kernel_cache, set_rank_defaults
-from r3train.patches import patched, without_module
+from r3train.patches import patched, stand_in, without_module
 
 _installed = False
 
+# Kernels of SGLang that Megatron imports where they are, under ``except ImportError`` alone.  sgl-deep-ep asserts at its
+# import, on CUDA only, that the host has one NCCL and a toolkit; no rank needs one of them.
+_KERNELS_OF_SERVERS = ("deep_ep", "flashinfer", "flash_mla", "flash_attn.cute")
 
-def prepare_device() -> torch.device:
+
+def prepare_device(*, uses_deep_ep: bool = False) -> torch.device:
     """Return the device of this rank; without CUDA, adapt megatron-core first.
 
     It may be called again.  Returns ``cuda:LOCAL_RANK``, which is then the current device, or ``cpu``.
     It sets where kernels are kept, and on CUDA a rank's environment first (``cuda_environment``), and lets
-    transformers be imported (``torchvision_stub``).
+    transformers be imported (``torchvision_stub``).  On CUDA the kernels of servers cannot be imported then; uses_deep_ep:
+    DeepEP can, as the flex dispatcher needs it.
     Without torchrun's LOCAL_RANK it is ``cuda:0``.
     """
     set_kernel_cache(os.environ, None)
     declare_ops_for_imports()
     if torch.cuda.is_available():
         set_rank_defaults(os.environ)
+        for name in _KERNELS_OF_SERVERS:
+            if name not in sys.modules and not (uses_deep_ep and name == "deep_ep"):
+                stand_in(name, None, "Megatron imports it where it is, and no rank needs it")
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         return torch.device("cuda", torch.cuda.current_device())
     global _installed

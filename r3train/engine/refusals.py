@@ -111,6 +111,14 @@ def _routes_in_its_kernel(value: Any, _: Settings) -> bool:
     return str(value).strip().lower() in UNRECORDED_BACKENDS
 
 
+def _gathers_no_rows(value: Any, _: Settings) -> bool:
+    """Return True for a backend that computes experts on a rank's own rows, whose routes are not gathered.
+
+    Source: SGLang 0.5.23, ``_ffn_on_rank_rows`` and ``RoutedExpertsCapturer``.
+    """
+    return _is_on(value, _) and str(value).strip().lower() not in ("deepep", "deepep_v2")
+
+
 def _has_prefill_graphs(settings: Settings) -> bool:
     """Return True unless prefills are known to run without a CUDA graph; by default they have one."""
     graphs = settings.get("cuda_graph_config")
@@ -172,6 +180,11 @@ REPLAY_REFUSALS: Refusals = {
         _routes_in_its_kernel,
         "this backend chooses experts inside its kernel and records no routes (they are zeros); triton"
         " records them",
+    ),
+    "moe_a2a_backend": (
+        _gathers_no_rows,
+        "SGLang gathers the routes of all ranks with deepep, deepep_v2 and none only: with another backend a rank's"
+        " own rows are right, and the others are those of the forward before",
     ),
     "attn_dp_size": (_reads_rows_of_other_ranks, _OTHER_RANKS_ROWS),
     "enable_dp_attention": (_reads_them_by_the_old_name, _OTHER_RANKS_ROWS),

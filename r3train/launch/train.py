@@ -134,7 +134,8 @@ def run(job: Job, rank: int, run_dir: Path | None, servers: Sequence[SGLangServe
             with ExitStack() as parts:
                 try:
                     with display.phase("joining the ranks"):
-                        device = prepare_device()
+                        uses_deep_ep = config.model.moe_token_dispatcher_type == "flex"
+                        device = prepare_device(uses_deep_ep=uses_deep_ep)
                         from r3train.loop.distribute import broadcast_json
                         from r3train.trainer.megatron import topology
 

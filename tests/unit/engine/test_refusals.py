@@ -90,6 +90,22 @@ def test_a_backend_that_records_no_routes_is_refused_however_it_is_spelled(value
         assert fields({"moe_runner_backend": recording}) == []
 
 
+def test_a_backend_that_moves_rows_without_their_routes_is_refused():
+    for backend in (
+        "mooncake",
+        "nixl",
+        "mori",
+        "flashinfer",
+        "pplx",
+        "megamoe",
+        "one of next year",
+    ):
+        assert fields({"moe_a2a_backend": backend}) == ["moe_a2a_backend"]
+        assert fields({"moe_a2a_backend": backend}, replay=False) == []
+    for backend in ("none", None, "deepep", "DeepEP_v2"):
+        assert fields({"moe_a2a_backend": backend}) == []
+
+
 @pytest.mark.parametrize(
     "graphs, ok",
     [
