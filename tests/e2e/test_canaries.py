@@ -333,9 +333,13 @@ def test_ROUTER_names_router_biases_that_were_kept(glm):
 
 
 def test_BOUND_names_experts_of_one_layer_that_were_never_updated_again(glm):
-    """The distance grows by less than three times an update: a rule that looks at the update before never finds it."""
+    """The distance grows by less than three times an update: a rule that looks at the update before never finds it.
+
+    At 1e-3 bfloat16 hides them for 60 updates: 0.033 nats, where rounding is 0.015.  WEIGHTS names them at the first.
+    """
     fault = glm.kept_from_the_start("layers.2.mlp.experts")
-    assert glm.caught_by(1e-3, servers=1, within=13, fault=fault) == "BOUND"
+    lr = 4e-3 if glm.loops[2].config.model.bf16 else 1e-3
+    assert glm.caught_by(lr, servers=1, within=13, fault=fault) == "BOUND"
 
 
 def told(glm, lr: float, **how) -> str:

@@ -750,7 +750,7 @@ def scale_not_merged(original, self):
 
 
 @replaces(weight_update.WeightUpdate, "revive", caught_by="tests/e2e/test_canaries.py")
-def restarted_server_keeps_its_weights(original, self, weight_version):
+def restarted_server_keeps_its_weights(original, self, weight_version, failure):
     """A restarted server is given the version's label, and none of its weights."""
 
     def nothing_sent(publisher, tensors, *, version):
@@ -762,10 +762,10 @@ def restarted_server_keeps_its_weights(original, self, weight_version):
         )
 
     if self.rank_zero is None:
-        return original(self, weight_version)
+        return original(self, weight_version, failure)
     publisher = type(self.rank_zero.engines.publisher)
     with mock.patch.object(publisher, "publish", nothing_sent):
-        return original(self, weight_version)
+        return original(self, weight_version, failure)
 
 
 @replaces(lora.Lora, "_joined", caught_by=LORA)
