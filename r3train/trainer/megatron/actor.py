@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch.nn.utils import get_total_norm
 
 from r3train.algo.losses.guarded import GuardedLoss
 from r3train.algo.losses.policy_losses import configured_loss, is_users
@@ -239,8 +240,8 @@ class MegatronActor:
         """
         finite = torch.tensor(math.isfinite(loss) and not self.loss_errors, device=self.device)
         for chunk in self.model.chunks:
-            for p in (p for p in chunk.parameters() if p.requires_grad):
-                finite &= torch.isfinite(p.main_grad.sum())
+            grads = [p.main_grad for p in chunk.parameters() if p.requires_grad]
+            finite &= torch.isfinite(get_total_norm(grads, norm_type=math.inf))
         flag = finite.to(torch.int32)
         torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MIN)
         return bool(flag.item())
