@@ -79,6 +79,28 @@ CHARTS = (
         stacked=True,
         total="perf/step_s",
     ),
+    ChartRow("Agents: sessions", ("agent/sessions", "agent/failures"), "dashed: failed"),
+    ChartRow(
+        "Agents: calls",
+        ("agent/calls_mean", "agent/tool_calls_mean"),
+        "answers, mean per session; dashed: calls of tools",
+    ),
+    ChartRow(
+        "Agents: time",
+        ("agent/session_s_mean", "agent/session_s_max"),
+        "seconds; dashed: longest of the run",
+    ),
+    ChartRow(
+        "Agents: samples",
+        ("agent/roots_mean", "agent/forks_mean"),
+        "roots, mean per session; dashed: forks",
+    ),
+    ChartRow(
+        "Agents: lost",
+        ("agent/refused", "agent/unread_calls"),
+        "requests that were refused; dashed: answers that look like calls and were not read",
+        zeros=False,
+    ),
     ChartRow("Throughput", ("perf/tokens_per_s",), "generated tokens per second"),
 )
 

@@ -31,6 +31,7 @@ class ChatEndpoint:
     def __init__(self) -> None:
         self.open_keys: set[str] = set()
         self.tasks: list[asyncio.Task] = []
+        self.asked: list[dict] = []
 
     async def open(self, answer, take_reward=None, count=None) -> Access:
         self.open_keys.add("k")
@@ -43,10 +44,13 @@ class ChatEndpoint:
         await asyncio.gather(*self.tasks, return_exceptions=True)
         return {"r3train": 1, "gpt-4.1": 2}
 
+    def requests(self, key: str) -> list[dict]:
+        return self.asked
+
     async def stop(self) -> None: ...
 
     def stats(self) -> dict[str, int]:
-        return {"retries_joined": 0}
+        return {"retries_joined": 0, "refused": 7, "refused_not_found": 7}
 
 
 async def ask(access: Access, *messages: dict, **more) -> dict:
@@ -61,8 +65,8 @@ def play(run, *, evaluates=False, **settings):
     records: list[dict] = []
     endpoint = ChatEndpoint()
 
-    async def with_endpoint(access, prompt):
-        access.endpoint = endpoint
+    async def with_endpoint(access, prompt, output):
+        access.endpoint, access.output = endpoint, output
         return await run(access)
 
     agents = Agents(

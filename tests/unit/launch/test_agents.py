@@ -22,7 +22,7 @@ from r3train.data.tokenizer import load_tokenizer
 from r3train.engine.backend import Segment
 from r3train.generation import stitch
 from r3train.generation.sessions import Session
-from r3train.launch.agents import _runner, make_parser, rehearse, session_settings
+from r3train.launch.agents import make_parser, rehearse, runner, session_settings
 from r3train.launch.estimate import longest_sample
 from r3train.loop.step_metrics import agent_metrics
 from r3train.observe.metric_table import row_of
@@ -88,9 +88,9 @@ def test_three_turns_of_an_agent_are_rehearsed_and_shown(model):
 
 async def test_a_function_that_blocks_holds_up_no_loop_but_that_of_the_agents():
     """It is told to go on by the loop that asked it."""
-    run = _runner(AgentSection(agent=f"{HERE}:blocks"), Path("none"))
+    run = runner(AgentSection(agent=f"{HERE}:blocks"), Path("none"))
     prompt = Prompt("p", 0, "", np.zeros(1, np.int32), None)
-    working = asyncio.ensure_future(run(Access("http://x/v1", "k"), prompt))
+    working = asyncio.ensure_future(run(Access("http://x/v1", "k"), prompt, bytearray()))
     await asyncio.sleep(0.1)
     MAY_END.set()
     assert await working == 1.0
