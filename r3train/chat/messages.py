@@ -109,11 +109,8 @@ def shown(messages: Sequence[Message]) -> list[str]:
     for message in messages:
         thoughts = f"({message['reasoning_content']})" if message.get("reasoning_content") else ""
         calls = [call["function"] for call in message.get("tool_calls") or ()]
-        parts = [
-            thoughts,
-            message.get("content"),
-            *(f"calls {c['name']} {c['arguments']}" for c in calls),
-        ]
+        called = [f"calls {call['name']} {call['arguments']}" for call in calls]
+        parts = (thoughts, text_of(message.get("content")), *called)
         text = f"{message['role']}: " + "\n".join(filter(None, parts))
         left = len(text) - _TEXT_SHOWN
         texts.append(f"{text[:_TEXT_SHOWN]}... ({left:,} more characters)" if left > 0 else text)

@@ -208,8 +208,8 @@ class AgentEpisode:
         )
         agents.longest_s = max(agents.longest_s, seconds)
         if failure is not None:
-            first, *_, last = [*failure.split("\n"), ""]
-            cause = f"{first[:300]} {last[:300]}".strip()
+            first, *rest = failure.splitlines()
+            cause = " ".join(line[:300] for line in (first, *rest[-1:]))
             is_known = cause in agents.causes or len(agents.causes) < _CAUSES_KEPT
             agents.causes[cause if is_known else "others: see sessions.jsonl"] += 1
         agents.record(

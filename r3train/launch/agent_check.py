@@ -17,6 +17,7 @@ from typing import Any
 
 import click
 import numpy as np
+import psutil
 
 from r3train.agents.http import ChatEndpoint
 from r3train.config import RunConfig
@@ -102,7 +103,7 @@ class _Endpoint(ChatEndpoint):
 def play_session(config: RunConfig, prompt: Prompt | None = None) -> dict[str, Any]:
     """Play one session on a prompt, the first of the data without; returns its line of sessions.jsonl.
 
-    It has cpu_s and peak_mb too, of a command.  Raises ValueError for a model or an agent that cannot be used.
+    It has cpu_s too, of a command, and peak_mb of its processes.  Raises ValueError for a model or an agent that cannot be used.
     """
     if str(config.model.hf_checkpoint) == _NONE:
         hf, tokenizer = None, _small_tokenizer()
@@ -121,7 +122,17 @@ def play_session(config: RunConfig, prompt: Prompt | None = None) -> dict[str, A
     endpoint.model = model = ScriptedModel(template, stop)
     sessions = session_settings(config, hf, tokenizer, model.read)
 
+    async def watch() -> None:
+        while True:
+            size = 0
+            for process in psutil.Process().children(recursive=True):
+                with suppress(psutil.Error):
+                    size += process.memory_info().rss
+            facts["peak_mb"] = max(facts.get("peak_mb", 0), size >> 20)
+            await asyncio.sleep(0.05)
+
     async def play(directory: str) -> None:
+        watching = asyncio.create_task(watch())
         run = runner(settings, Path(directory))
         agents = Agents(settings, sessions, endpoint, run, settings.named, facts.update)
         episode = AgentEpisode(agents)
@@ -131,6 +142,7 @@ def play_session(config: RunConfig, prompt: Prompt | None = None) -> dict[str, A
                     model.generate, prompt or task, sampling=sessions.sampling, sample_id=0
                 )
         finally:
+            watching.cancel()
             await endpoint.stop()
 
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -139,7 +151,6 @@ def play_session(config: RunConfig, prompt: Prompt | None = None) -> dict[str, A
     if settings.agent_command is not None:
         used = resource.getrusage(resource.RUSAGE_CHILDREN)
         facts["cpu_s"] = used.ru_utime + used.ru_stime - before.ru_utime - before.ru_stime
-        facts["peak_mb"] = used.ru_maxrss / 1024
     return facts
 
 
@@ -177,7 +188,7 @@ def columns(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "seconds", f"{facts['seconds']:.1f}"
     if "cpu_s" in facts:
         yield "CPU seconds", f"{facts['cpu_s']:.1f}"
-        yield "peak memory", f"{facts['peak_mb']:.0f} MB, of the largest process"
+        yield "peak memory", f"{facts['peak_mb']} MB, of all its processes"
     yield "last lines", "\n".join(facts["last_lines"]) or "none"
     yield "result", "works" if facts["failure"] is None else f"FAILED: {facts['failure']}"
 
