@@ -208,7 +208,7 @@ class AgentEpisode:
         )
         agents.longest_s = max(agents.longest_s, seconds)
         if failure is not None:
-            first, *rest = failure.splitlines()
+            first, *rest = failure.splitlines() or [""]
             cause = " ".join(line[:300] for line in (first, *rest[-1:]))
             is_known = cause in agents.causes or len(agents.causes) < _CAUSES_KEPT
             agents.causes[cause if is_known else "others: see sessions.jsonl"] += 1
