@@ -90,17 +90,12 @@ class Agents:
         self.has_told = True
         found = await self.other_parsers(self.unread) if self.other_parsers else {}
         most = max(found.values(), default=0)
-        names = [name for name, count in found.items() if count == most]
-        others = (
-            f"{', '.join(names[:5])} read{'s' * (len(names) == 1)} {most} of {len(self.unread)}"
-        )
+        names = [name for name, count in found.items() if count == most][:5]
+        others = f"{' and '.join(names)} can read {most} of {len(self.unread)}"
         logger.warning(
-            "none of %d answers to requests with tools has a call that --agent-tool-call-parser %s reads, and %d"
-            " look like calls; of SGLang's parsers %s",
-            many,
-            self.settings.agent_tool_call_parser,
-            self.totals["unread_calls"],
-            others if names else "none reads them",
+            f"none of {many} answers to requests with tools has a call that --agent-tool-call-parser"
+            f" {self.settings.agent_tool_call_parser} reads, and {self.totals['unread_calls']} look like"
+            f" calls; of SGLang's parsers {others if names else 'none reads them'}"
         )
 
 

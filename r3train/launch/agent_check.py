@@ -9,7 +9,7 @@ import asyncio
 import resource
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -82,7 +82,7 @@ def agent_check(command: list[str], flags: tuple[str, ...]) -> None:
         if config.agent.named is None:
             raise ValueError("no agent: expected -- COMMAND..., --agent or --agent-command")
         facts = play_session(config)
-    for name, text in columns(facts):
+    for name, text in columns(facts).items():
         click.echo(f"{name:{_WIDTH}s}" + text.replace("\n", "\n" + " " * _WIDTH))
     sys.exit(facts["failure"] is not None)
 
@@ -103,7 +103,7 @@ class _Endpoint(ChatEndpoint):
 def play_session(config: RunConfig, prompt: Prompt | None = None) -> dict[str, Any]:
     """Play one session on a prompt, the first of the data without; returns its line of sessions.jsonl.
 
-    It has cpu_s too, of a command, and peak_mb of its processes.  Raises ValueError for a model or an agent that cannot be used.
+    It has cpu_s and peak_mb of the session's processes too.  Raises ValueError for a model or an agent that cannot be used.
     """
     if str(config.model.hf_checkpoint) == _NONE:
         hf, tokenizer = None, _small_tokenizer()
@@ -115,7 +115,7 @@ def play_session(config: RunConfig, prompt: Prompt | None = None) -> dict[str, A
         stop = end_token(config, hf, tokenizer)
     if prompt is None and hf is not None and config.data.prompt_data != (_NONE,):
         prompt = read_prompts(config, hf, tokenizer, lambda *_: None)[0][0]
-    task = Prompt("agent-check", 0, _TASK, np.zeros(1, np.int32), None, content=_TASK)
+    given = prompt or Prompt("check", 0, _TASK, np.zeros(1, np.int32), None, content=_TASK)
     settings = config.agent.model_copy(update={"agent_on_failure": "drop"})
     template = SessionTemplate.of(ChatTemplate(tokenizer, config.data))
     endpoint, facts = make_chat_endpoint(settings, _Endpoint), {}
@@ -138,9 +138,7 @@ def play_session(config: RunConfig, prompt: Prompt | None = None) -> dict[str, A
         episode = AgentEpisode(agents)
         try:
             with suppress(EpisodeDropped):  # its failure is recorded
-                await episode(
-                    model.generate, prompt or task, sampling=sessions.sampling, sample_id=0
-                )
+                await episode(model.generate, given, sampling=sessions.sampling, sample_id=0)
         finally:
             watching.cancel()
             await endpoint.stop()
@@ -148,53 +146,50 @@ def play_session(config: RunConfig, prompt: Prompt | None = None) -> dict[str, A
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     with TemporaryDirectory(prefix="r3train-agent-") as directory:
         asyncio.run(play(directory))
-    if settings.agent_command is not None:
-        used = resource.getrusage(resource.RUSAGE_CHILDREN)
-        facts["cpu_s"] = used.ru_utime + used.ru_stime - before.ru_utime - before.ru_stime
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    facts["cpu_s"] = used.ru_utime + used.ru_stime - before.ru_utime - before.ru_stime
     return facts
 
 
 def try_session(config: RunConfig, prompt: Prompt) -> tuple[list[str], list[str]]:
     """Play one session for a dry run, two minutes at most; returns its lines, and a warning if it failed."""
     limit = {"agent_timeout_s": min(config.agent.agent_timeout_s, _DRY_RUN_S)}
-    short = config.model_copy(update={"agent": config.agent.model_copy(update=limit)})
-    facts = play_session(short, prompt)
-    lines = [line for name, text in columns(facts) for line in f"{name}: {text}".split("\n")]
-    what = f"warning: {config.agent.named}: a session against a scripted model failed"
-    failed = [f"{what}: {facts['failure']}"] if facts["failure"] else []
-    return [f"agent-check, {line}" for line in lines], failed
+    agent = config.agent.model_copy(update=limit)
+    facts = play_session(config.model_copy(update={"agent": agent}), prompt)
+    lines = [f"agent-check, {k}: {v}".replace("\n", "; ") for k, v in columns(facts).items()]
+    what = f"warning: {agent.named}: a session against a scripted model failed"
+    return lines, [f"{what}: {facts['failure']}"] if facts["failure"] else []
 
 
-def columns(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def columns(facts: Mapping[str, Any]) -> dict[str, str]:
     """The facts of a session as a person reads them, by name."""
-    ways: dict[bool, list[str]] = {True: [], False: []}
+    ways: dict[bool, list[str]] = {False: [], True: []}
     for kind in facts["requests"]:
-        dialect = _DIALECTS.get(kind["request"].rpartition("/")[2], "no dialect")
-        text = f"{kind['request']} ({dialect}) ×{kind['count']}"
+        dialect = _DIALECTS.get(kind["request"].rpartition("/")[2])
+        text = f"{kind['request']} ×{kind['count']}" + f" ({dialect})" * bool(dialect)
         is_refused = kind["status"] >= 400
         text += f": {kind['status']} {kind['reason']}: {kind['first']}" * is_refused
         ways[is_refused].append(text)
-    ignored = {k.removeprefix("ignored_"): n for k, n in facts.items() if k.startswith("ignored_")}
-    reward, made = facts["reward"], facts["samples"]
-    kinds = [f"a {s['begins']} of {s['tokens']} tokens, {s['with_loss']} trained" for s in made]
-    yield "connects", "\n".join(ways[False]) or "no request was answered"
-    yield "models", _counts(facts["models"])
-    yield "ignored", _counts(ignored)
-    yield "calls", f"{facts['calls']}, with {facts.get('tool_calls', 0)} calls of tools"
-    yield "samples", "\n".join([f"{len(made)}", *kinds])
-    yield "roots, forks", f"{facts.get('roots', 0)}, {facts.get('forks', 0)}"
-    yield "refused", "\n".join(ways[True]) or "none"
-    yield "reward", "none: --rm-type scores the last answer" if reward is None else f"{reward:g}"
-    yield "seconds", f"{facts['seconds']:.1f}"
-    if "cpu_s" in facts:
-        yield "CPU seconds", f"{facts['cpu_s']:.1f}"
-        yield "peak memory", f"{facts['peak_mb']} MB, of all its processes"
-    yield "last lines", "\n".join(facts["last_lines"]) or "none"
-    yield "result", "works" if facts["failure"] is None else f"FAILED: {facts['failure']}"
-
-
-def _counts(found: Mapping[str, int]) -> str:
-    return ", ".join(f"{name} ×{count}" for name, count in found.items()) or "none"
+    ignored = [(k[8:], n) for k, n in facts.items() if k.startswith("ignored_")]
+    begun = f"{facts.get('roots', 0)} roots, {facts.get('forks', 0)} forks"
+    made = [
+        f"{s['begins']}, {s['tokens']} tokens, {s['with_loss']} trained" for s in facts["samples"]
+    ]
+    reward, used = facts["reward"], f"{facts.get('cpu_s', 0):.1f} s, {facts['peak_mb']} MB"
+    found = {
+        "connects": ways[False],
+        "models": [f"{name} ×{count}" for name, count in facts["models"].items()],
+        "ignored": [f"{name} ×{count}" for name, count in ignored],
+        "calls": [f"{facts['calls']}, with {facts.get('tool_calls', 0)} calls of tools"],
+        "samples": [f"{len(made)} of {facts['calls']} calls: {begun}", *made],
+        "refused": ways[True],
+        "reward": [] if reward is None else [f"{reward:g}"],
+        "seconds": [f"{facts['seconds']:.1f}"],
+        "CPU, memory": [f"{used} of its processes"],
+        "last lines": facts["last_lines"],
+        "result": [f"FAILED: {facts['failure']}" if facts["failure"] else "works"],
+    }
+    return {name: "\n".join(lines) or "none" for name, lines in found.items()}
 
 
 def _small_tokenizer() -> Any:

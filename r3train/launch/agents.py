@@ -304,9 +304,8 @@ def _function(settings: AgentSection) -> Run:
             dict(prompt.metadata),
             access.model,
         )
-        what = f"prompt {prompt.prompt_id}: the agent"
         try:
-            return await loop.ask(lambda: function(task), what, settings.agent_timeout_s)
+            return await loop.ask(lambda: function(task), "the agent", settings.agent_timeout_s)
         except ValueError as error:
             raise AgentFailed(str(error)) from error
 

@@ -215,6 +215,9 @@ def draft_metrics(since: Callable[[str], float]) -> dict[str, float]:
     }
 
 
+_SUMS = "failures refused unread_calls undelivered cut_tokens retries_joined".split()
+
+
 def agent_metrics(now: Mapping[str, float], before: Mapping[str, float]) -> dict[str, Any]:
     """Metrics of the sessions that ended since the last step, from the sums over all sessions then and now."""
     sums = now.keys() - {"session_s_max", "causes"}
@@ -229,17 +232,7 @@ def agent_metrics(now: Mapping[str, float], before: Mapping[str, float]) -> dict
             f"agent/{key}_mean": since.get(key, 0) / sessions
             for key in ("calls", "chains", "roots", "forks", "tool_calls")
         },
-        **{
-            f"agent/{key}": since.get(key, 0)
-            for key in (
-                "failures",
-                "refused",
-                "unread_calls",
-                "undelivered",
-                "cut_tokens",
-                "retries_joined",
-            )
-        },
+        **{f"agent/{key}": since.get(key, 0) for key in _SUMS},
         "agent/template_differs": since.get("template_differs", 0) / max(since.get("chains", 0), 1),
         "agent/reprompted_share": since["prompt_again"] / max(since["tokens"], 1),
         "agent/session_s_mean": since["seconds"] / sessions,

@@ -80,27 +80,11 @@ CHARTS = (
         total="perf/step_s",
     ),
     ChartRow("Agents' sessions", ("agent/sessions", "agent/failures"), "dashed: failed"),
-    ChartRow(
-        "Agents' calls",
-        ("agent/calls_mean", "agent/tool_calls_mean"),
-        "answers, mean per session; dashed: calls of tools",
-    ),
-    ChartRow(
-        "Agents' time",
-        ("agent/session_s_mean", "agent/session_s_max"),
-        "seconds; dashed: longest of the run",
-    ),
-    ChartRow(
-        "Agents' samples",
-        ("agent/roots_mean", "agent/forks_mean"),
-        "roots, mean per session; dashed: forks",
-    ),
-    ChartRow(
-        "Agents' lost requests and calls",
-        ("agent/refused", "agent/unread_calls"),
-        "requests that were refused; dashed: answers that look like calls and were not read",
-        zeros=False,
-    ),
+    ChartRow("Agents' calls", ("agent/calls_mean", "agent/tool_calls_mean"), "dashed: of tools"),
+    ChartRow("Agents' time", ("agent/session_s_mean", "agent/session_s_max"), "s; dashed: longest"),
+    ChartRow("Agents' samples", ("agent/roots_mean", "agent/forks_mean"), "roots; dashed: forks"),
+    ChartRow("Agents' refusals", ("agent/refused",), "requests", zeros=False),
+    ChartRow("Agents' unread calls", ("agent/unread_calls",), "answers", zeros=False),
     ChartRow("Throughput", ("perf/tokens_per_s",), "generated tokens per second"),
 )
 

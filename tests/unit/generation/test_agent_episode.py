@@ -334,7 +334,7 @@ def test_calls_that_are_read_and_answers_that_only_look_like_calls_are_counted()
 def test_a_run_whose_parser_reads_no_call_is_told_once_of_one_that_does(caplog):
     made, asked = sessions_of(*[UNREAD] * 40, parsers={"hermes": 4, "mimo": 1, "trinity": 4})
     [record] = [r for r in caplog.records if "qwen25" in r.getMessage()]
-    assert "hermes, trinity read 4 of 4" in record.getMessage()
+    assert "hermes and trinity can read 4 of 4" in record.getMessage()
     [unread] = asked
     assert [text for text, _ in unread] == [UNREAD.removesuffix("<|end|>")] * 4
     assert all(list(tools) == list(TOOLS) for _, tools in unread)

@@ -47,6 +47,8 @@ def ask(body, path="/chat/completions", key=os.environ["OPENAI_API_KEY"]):
 def user(text): return {"role": "user", "content": text}
 def reward(text): open(os.environ["R3TRAIN_REWARD_FILE"], "w").write(text)
 """
+SOUND_OF_WORDS = "task = json.load(open(os.environ['R3TRAIN_TASK_FILE']))\nprint(task['prompt'])\n"
+SOUND_OF_WORDS += "ask({'messages': [user(task['prompt'])]})"
 
 
 def checked(tmp_path: Path, program: str, *flags: str) -> tuple[int, dict[str, str]]:
@@ -69,11 +71,11 @@ def checked(tmp_path: Path, program: str, *flags: str) -> tuple[int, dict[str, s
 def test_a_sound_harness_is_shown_with_all_that_it_does(tmp_path):
     code, shown = checked(tmp_path, SOUND)
     assert code == 0 and shown["result"] == "works", shown
-    assert shown["connects"] == "POST /v1/chat/completions (OpenAI) ×3"
+    assert shown["connects"] == "POST /v1/chat/completions ×3 (OpenAI)"
     assert shown["models"] == "r3train ×3" and shown["ignored"] == "temperature ×3"
-    assert shown["calls"].startswith("3, with 2 ") and shown["roots, forks"] == "1, 0"
-    assert shown["samples"].startswith("1\na root of ") and shown["refused"] == "none"
-    assert shown["reward"] == "0.5" and float(shown["CPU seconds"]) > 0
+    assert shown["calls"].startswith("3, with 2 ") and "1 roots, 0 forks" in shown["samples"]
+    assert shown["samples"].startswith("1 of 3 calls: ") and shown["refused"] == "none"
+    assert shown["reward"] == "0.5" and float(shown["CPU, memory"].split()[0]) > 0
     made = json.loads(shown["last lines"].removeprefix("made "))
     assert made == {"add": {"a": 1, "how": "up"}, "look": {"at": "x"}}
 
@@ -98,7 +100,7 @@ def test_the_models_own_template_and_the_datas_own_task_are_used(tmp_path):
     "program, flags, works, column, said",
     [
         ("ask({'input': 'x'}, '/embeddings')", "", False, "refused", "POST /v1/embeddings"),
-        ("ask({'input': 'x'}, '/embeddings')", "", False, "connects", "no request was answered"),
+        ("ask({'input': 'x'}, '/embeddings')", "", False, "connects", "none"),
         ("ask({'messages': [user('x')]}, key='sk-wrong')", "", False, "result", "401 ×1"),
         ("ask({'messages': [user('x')]}, key='sk-wrong')", "", False, "last lines", "got 401"),
         (
@@ -112,14 +114,20 @@ def test_the_models_own_template_and_the_datas_own_task_are_used(tmp_path):
         ("ask({'messages': [user('x')], 'n': 2})", "", True, "ignored", "n ×1"),
         ("ask({'messages': [user('x')], 'n': 2})", "--agent-strict", False, "refused", "400 n: n "),
         ("ask({'messages': []})", "", False, "refused", "400 messages: messages"),
-        ("for text in 'xy': ask({'messages': [user(text)]})", "", True, "roots, forks", "2, 0"),
+        (
+            "for text in 'xy': ask({'messages': [user(text)]})",
+            "",
+            True,
+            "samples",
+            "2 of 2 calls: 2 roots, 0 forks",
+        ),
         (
             "m = [user('x')]; m.append(ask({'messages': m}))\n"
             "for text in 'yz': ask({'messages': [*m, user(text)]})",
             "",
             True,
-            "roots, forks",
-            "1, 1",
+            "samples",
+            "2 of 3 calls: 1 roots, 1 forks",
         ),
         ("ask({'messages': [user('x')]})", "", True, "reward", "none"),
         ("ask({'messages': [user('x')]}); reward('good')", "", False, "result", "b'good'"),
@@ -149,7 +157,7 @@ def test_the_memory_of_a_harness_is_that_of_its_processes(tmp_path, megabytes, l
     hold = f"import time; held = bytearray(b'x') * ({megabytes} << 20); time.sleep(1)"
     program = f"import subprocess\nsubprocess.run([sys.executable, '-c', {hold!r}])\n"
     _, shown = checked(tmp_path, BARE + program + "ask({'messages': [user('x')]})")
-    assert least < int(shown["peak memory"].split()[0]) < most, shown
+    assert least < int(shown["CPU, memory"].split()[2]) < most, shown
 
 
 def test_an_agents_function_is_checked_and_nothing_is_an_error(tmp_path, monkeypatch):
@@ -161,7 +169,7 @@ def test_an_agents_function_is_checked_and_nothing_is_an_error(tmp_path, monkeyp
         "        await client.responses.create(model=task.model, input=task.prompt)\n    return 1.0\n"
     )
     result = CliRunner().invoke(main, ["agent-check", "--agent", "checked_agent:run"])
-    assert result.exit_code == 0 and "POST /v1/responses (OpenAI Responses) ×1" in result.output
+    assert result.exit_code == 0 and "POST /v1/responses ×1 (OpenAI Responses)" in result.output
     result = CliRunner().invoke(main, ["agent-check"])
     assert result.exit_code == 2 and "no agent" in result.output
 
@@ -184,3 +192,22 @@ NESTED = {"$defs": {"n": {"type": "object", "properties": {"b": {"const": 7}}, "
 )
 def test_arguments_fit_their_schema(schema, value):
     assert fitting(schema, NESTED) == value
+
+
+@pytest.mark.parametrize("program, works", [("reward('1')", False), (SOUND_OF_WORDS, True)])
+def test_a_dry_run_plays_a_session_of_the_command_on_the_first_prompt(tmp_path, program, works):
+    build(tmp_path / "tiny", TinyOptions())
+    use_template(tmp_path / "tiny" / "model")
+    (tmp_path / "harness.py").write_text(BARE + program)
+    flags = f"--hf-checkpoint {tmp_path}/tiny/model --prompt-data {tmp_path}/tiny/prompts.jsonl"
+    flags += " --config configs/tiny_cpu.toml --dry-run --apply-chat-template"
+    flags += " --agent-tool-call-parser none --agent-reasoning-parser none"
+    command = ["--agent-command", f"{sys.executable} {tmp_path}/harness.py"]
+    result = CliRunner().invoke(main, ["train", *flags.split(), *command])
+    assert result.exit_code == 0, result.output
+    assert ("a session against a scripted model failed" in result.output) != works
+    said = "POST /v1/chat/completions ×1 (OpenAI)" if works else "it never called the model"
+    assert (
+        said in result.output
+        and ("agent-check, last lines: name animals" in result.output) == works
+    )

@@ -282,14 +282,11 @@ def test_a_run_of_agents_has_charts_of_its_sessions_and_another_has_none(tmp_pat
     run = with_steps(tmp_path / "run", 3, **{f"agent__{key}": n for key, n in AGENT.items()})
     page = page_of(run)
     found = {title for title in page.figures if title.startswith("Agents")}
-    assert len(found) == 5
-    assert page.lines("Agents' lost requests and calls")["run, refused"] == [(0, 3), (1, 3), (2, 3)]
+    assert len(found) == 6
+    assert page.lines("Agents' refusals")["run"] == [(0, 3), (1, 3), (2, 3)]
     assert page.lines("Agents' samples")["run, forks_mean"][0] == (0, 0.5)
     sound = {f"agent__{key}": n for key, n in (AGENT | {"refused": 0, "unread_calls": 0}).items()}
-    assert (
-        "Agents' lost requests and calls"
-        not in page_of(with_steps(tmp_path / "sound", 3, **sound)).figures
-    )
+    assert "Agents' refusals" not in page_of(with_steps(tmp_path / "sound", 3, **sound)).figures
     plain = page_of(with_steps(tmp_path / "plain", 3, rollout__reward_mean=0.5))
     assert not any(title.startswith("Agents") for title in plain.figures)
 
