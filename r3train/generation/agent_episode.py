@@ -50,6 +50,10 @@ class ChatEndpoint(Protocol):
     def stats(self) -> Mapping[str, int]: ...
 
 
+async def _none_of_them(answers: Sequence[Unread]) -> Mapping[str, int]:
+    return {}
+
+
 @dataclass(eq=False)
 class Agents:
     """All that the sessions of a run share.
@@ -70,8 +74,8 @@ class Agents:
     totals: Counter[str] = field(default_factory=Counter)
     longest_s: float = 0.0
     causes: Counter[str] = field(default_factory=Counter)  # of failures, in short
-    other_parsers: Callable[[Sequence[Unread]], Awaitable[Mapping[str, int]]] | None = None
-    unread: list[Unread] = field(default_factory=list)  # a few; [] again after they were told of
+    other_parsers: Callable[[Sequence[Unread]], Awaitable[Mapping[str, int]]] = _none_of_them
+    unread: list[Unread] = field(default_factory=list)  # a few
     has_told: bool = False
 
     def stats(self) -> dict[str, Any]:
@@ -88,14 +92,18 @@ class Agents:
         if self.has_told or read or many < _MANY or len(self.unread) < _UNREAD_KEPT:
             return
         self.has_told = True
-        found = await self.other_parsers(self.unread) if self.other_parsers else {}
-        most = max(found.values(), default=0)
-        names = [name for name, count in found.items() if count == most][:5]
-        others = f"{' and '.join(names)} can read {most} of {len(self.unread)}"
+        others = "none reads them"
+        try:
+            if found := await self.other_parsers(self.unread):
+                most = max(found.values())
+                names = [name for name, count in found.items() if count == most][:5]
+                others = f"{' and '.join(names)} can read {most} of {len(self.unread)}"
+        except Exception as error:  # a hint ends no run
+            others = f"nothing is known ({error})"
         logger.warning(
             f"none of {many} answers to requests with tools has a call that --agent-tool-call-parser"
             f" {self.settings.agent_tool_call_parser} reads, and {self.totals['unread_calls']} look like"
-            f" calls; of SGLang's parsers {others if names else 'none reads them'}"
+            f" calls; of SGLang's parsers {others}"
         )
 
 

@@ -103,15 +103,14 @@ class _Endpoint(ChatEndpoint):
 def play_session(config: RunConfig, prompt: Prompt | None = None) -> dict[str, Any]:
     """Play one session on a prompt, the first of the data without; returns its line of sessions.jsonl.
 
-    It has cpu_s and peak_mb of the session's processes too.  Raises ValueError for a model or an agent that cannot be used.
+    It has cpu_s and peak_mb of its processes too.  Raises ValueError for a model or an agent that cannot be used.
     """
     if str(config.model.hf_checkpoint) == _NONE:
         hf, tokenizer = None, _small_tokenizer()
         stop = tokenizer.eos_token_id
     else:
-        hf, tokenizer = (
-            read(config.model.hf_checkpoint) for read in (read_hf_facts, load_tokenizer)
-        )
+        hf = read_hf_facts(config.model.hf_checkpoint)
+        tokenizer = load_tokenizer(config.model.hf_checkpoint)
         stop = end_token(config, hf, tokenizer)
     if prompt is None and hf is not None and config.data.prompt_data != (_NONE,):
         prompt = read_prompts(config, hf, tokenizer, lambda *_: None)[0][0]

@@ -144,7 +144,7 @@ def test_a_job_whose_sessions_lose_or_double_tokens_ends(bug, flags, tmp_path, m
 def test_a_failure_of_all_sessions_is_one_line_on_the_screen_though_the_run_goes_on(
     flags, tmp_path
 ):
-    """What each of them was refused is in the metrics and in sessions.jsonl."""
+    """The refusals are in the metrics and in sessions.jsonl, each with its path."""
     agent = "--agent tests.e2e.scripted_agent:fails --agent-on-failure train --num-rollout 1"
     parsers = "--agent-tool-call-parser none --agent-reasoning-parser none"
     job = jobs.run(tmp_path / "run", *flags, *f"{agent} {parsers}".split())

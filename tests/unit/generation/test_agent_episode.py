@@ -357,3 +357,15 @@ def test_a_parser_that_may_be_right_is_not_warned_of(texts, caplog):
 def test_a_parser_that_nothing_replaces_is_told_of_too(caplog):
     sessions_of(*[UNREAD] * 20)
     assert any("none reads them" in r.getMessage() for r in caplog.records)
+
+
+def test_other_parsers_that_cannot_be_asked_end_no_session(caplog):
+    async def raises(answers):
+        raise RuntimeError("the process of the parsers has ended")
+
+    made, _ = sessions_of(*[UNREAD] * 15)
+    made.agents.other_parsers = raises
+    for _ in range(2):
+        made.engine.answers = [UNREAD]
+        assert made.outcome()[1] == 1.0
+    assert any("parsers has ended" in r.getMessage() for r in caplog.records)
