@@ -217,12 +217,14 @@ def fitting(schema: Any, root: Mapping[str, Any]) -> Any:
             return schema[choices][0]
     for choices in ("anyOf", "oneOf", "allOf"):
         if schema.get(choices):
-            return fitting(schema[choices][0], root)
+            # a reference may come back to here
+            return fitting(min(schema[choices], key=lambda each: "$ref" in each), root)
     kinds = schema.get("type", "object" if "properties" in schema else "string")
     kind = kinds if isinstance(kinds, str) else kinds[0]
     if kind == "object":
         given = schema.get("properties", {})
-        return {name: fitting(given.get(name), root) for name in schema.get("required", ())}
+        names = schema.get("required", given if schema is root else ())
+        return {name: fitting(given.get(name), root) for name in names}
     if kind == "array":
         return [fitting(schema.get("items"), root)] * schema.get("minItems", 0)
     number = schema.get("minimum", 1)

@@ -183,7 +183,9 @@ NESTED = {"$defs": {"n": {"type": "object", "properties": {"b": {"const": 7}}, "
         ({"type": ["string", "null"], "minLength": 3}, "xxx"),
         ({"type": "array", "items": {"type": "boolean"}, "minItems": 2}, [True, True]),
         ({"type": "array", "items": {"$ref": "#/$defs/n"}}, []),
-        ({"anyOf": [{"$ref": "#/$defs/n"}, {"type": "null"}]}, {"b": 7}),
+        ({"anyOf": [{"$ref": "#/$defs/n"}, {"type": "null"}]}, None),
+        ({"allOf": [{"$ref": "#/$defs/n"}]}, {"b": 7}),
+        ({"type": "object", "properties": {"a": {}}}, {}),
         ({"type": "number", "minimum": 2.5}, 2.5),
         ({"type": "null"}, None),
         (True, "x"),
@@ -192,6 +194,11 @@ NESTED = {"$defs": {"n": {"type": "object", "properties": {"b": {"const": 7}}, "
 )
 def test_arguments_fit_their_schema(schema, value):
     assert fitting(schema, NESTED) == value
+
+
+def test_a_schema_that_needs_no_argument_gets_them_all():
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string"}}}
+    assert fitting(schema, schema) == {"a": 1, "b": "x"}
 
 
 @pytest.mark.parametrize("program, works", [("reward('1')", False), (SOUND_OF_WORDS, True)])
