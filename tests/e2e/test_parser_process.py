@@ -7,13 +7,20 @@ import os
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from r3train.chat.base import Parsed
+from r3train.config import RunConfig
+from r3train.config.hf_facts import read_hf_facts
+from r3train.data.tokenizer import load_tokenizer
 from r3train.engine import parser_process
 from r3train.engine.parser_process import Parser, within_limit
+from r3train.launch.agents import make_agents
+from r3train.verify.tiny import build, TinyOptions
+from tests.e2e.tool_calculator import use_template
 from tests.unit.agents.scripted import until
 from tests.unit.engine.test_parsers import _CALL, _TOOLS, _Tokenizer, users
 
@@ -144,3 +151,30 @@ def test_a_parser_that_catches_all_that_it_can_is_ended_too(monkeypatch):
         assert within_limit(lambda text, tools: Parsed(text), "x", []) == Parsed("x")
     finally:
         signal.signal(signal.SIGPROF, before)
+
+
+@pytest.mark.parametrize("own", ["qwen25", "none"])
+async def test_other_parsers_are_compared_by_the_calls_that_they_read(own):
+    """qwen25 wants newlines that hermes does without; one text would take the pythonic parser an hour."""
+    parser = Parser(own, "none", _Tokenizer(), {})
+    unread = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    try:
+        found = await parser.others([(unread, _TOOLS), (_ENDLESS, _TOOLS), ("no call", _TOOLS)])
+        assert found["hermes"] == 1 and "qwen25" not in found and "pythonic" not in found
+        assert not await parser.others([("no call", _TOOLS)])
+        assert not (await parser(unread, _TOOLS)).calls
+    finally:
+        parser.close()
+
+
+async def test_the_agents_of_a_run_can_ask_for_other_parsers(tmp_path):
+    build(tmp_path, TinyOptions())
+    use_template(tmp_path / "model")
+    given = {"hf_checkpoint": str(tmp_path / "model"), "apply_chat_template": True}
+    given |= {"agent_tool_call_parser": "none", "agent_reasoning_parser": "none"}
+    given |= {"agent": "tests.e2e.scripted_agent:run"}
+    config = RunConfig.from_toml("configs/tiny_cpu.toml", given)
+    hf, tokenizer = read_hf_facts(tmp_path / "model"), load_tokenizer(tmp_path / "model")
+    agents = make_agents(SimpleNamespace(config=config, hf=hf, tokenizer=tokenizer), tmp_path)
+    assert (await agents.other_parsers([(_CALL, _TOOLS)]))["hermes"] == 1
+    agents.close()
