@@ -62,7 +62,7 @@ def test_the_30b_recipe_fits_eight_gpus():
     check_static(config, 8)
     check_model(config, QWEN3_30B_A3B, 8)
     assert prompt_limit(config, QWEN3_30B_A3B) == (2048, "rollout_max_prompt_len 2048")
-    assert config.steps_per_rollout == 2
+    assert config.steps_per_rollout == 1
 
 
 def test_the_demo_is_judged_by_the_default_threshold():

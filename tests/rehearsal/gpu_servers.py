@@ -60,7 +60,7 @@ SHOWN = (
 # GPUs of a served server whose recipe names no command for it
 SERVED_GPUS = {
     "qwen3_30b_a3b": 2,
-    "qwen3_30b_a3b_two_nodes": 2,
+    "qwen3_30b_a3b_two_nodes": 4,
     "qwen3_5_35b_a3b_two_nodes": 2,
 }
 _KERNELS = frozenset(
