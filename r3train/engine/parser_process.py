@@ -153,8 +153,8 @@ class _Process:
         if found is None:
             self._tell(text)
             return Parsed(text)
-        content, reasoning, calls = found
-        return Parsed(content, reasoning, tuple(calls))
+        content, reasoning, calls, ids = found
+        return Parsed(content, reasoning, tuple(calls), ids)
 
     def _tell(self, text: str) -> None:
         if not self._has_warned and not self._closed.is_set():
@@ -193,7 +193,7 @@ def main() -> None:
     _send(answers, b'""')
     while (request := _receive(requests)) is not None:
         parsed = within_limit(parse, *json.loads(request))
-        found = None if parsed is None else [parsed.content, parsed.reasoning, parsed.calls]
+        found = parsed and [parsed.content, parsed.reasoning, parsed.calls, parsed.ids]
         _send(answers, json.dumps(found).encode())
 
 

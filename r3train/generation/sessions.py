@@ -195,10 +195,11 @@ class Session:
             if place.chain.tip is None:
                 self.chains.remove(place.chain)
         self.counts.update(f"ignored_{name}" for name in request.ignored)
+        reason = _finish(call.finish_reason)
         return (
             ChatAnswer(
                 call.answer,
-                "tool_calls" if "tool_calls" in answer else _finish(call.finish_reason),
+                "tool_calls" if reason == "stop" and "tool_calls" in answer else reason,
                 prompt_tokens=before,
                 completion_tokens=call.end - call.start,
                 stop_text=stop_text,
@@ -379,9 +380,15 @@ class Session:
         if parsed.reasoning:
             answer["reasoning_content"] = parsed.reasoning
         if parsed.calls:
+            earlier = sum(len(m.get("tool_calls") or ()) for m in place.request.messages)
+            ids = parsed.ids or "call_{random}"
             answer["tool_calls"] = [
-                {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": dict(call)}
-                for call in parsed.calls
+                {
+                    "id": ids.format(name=call["name"], index=index, random=secrets.token_hex(12)),
+                    "type": "function",
+                    "function": dict(call),
+                }
+                for index, call in enumerate(parsed.calls, earlier)
             ]
         chain, start = place.chain, place.sample.num_tokens
         if not chain.calls:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import re
 import time
 
 import numpy as np
@@ -15,7 +16,7 @@ from tests.unit.data.test_replies import GLM, GPT_OSS
 from tests.unit.data.test_session_templates import CHATML
 from tests.unit.generation.session_play import assert_sound, Play, TOOLS, user, without
 
-from r3train.chat.base import ChatRefused, ChatRequest
+from r3train.chat.base import ChatRefused, ChatRequest, Parsed
 from r3train.engine.backend import EngineError, SamplingParams
 
 CALL = '(hm)I add [add {"a": 1, "b": 2.0}]<|end|>'
@@ -598,3 +599,47 @@ async def test_the_stop_text_is_told_and_what_begins_is_told_once_it_is_not_refu
     with pytest.raises(ChatRefused):
         await play.session.answer(ChatRequest([user("go " * 9999)], b"", begun=begun))
     assert told == [0]
+
+
+@pytest.mark.parametrize(
+    "ids, said",
+    [("functions.{name}:{index}", "functions.add:0 functions.add:1 functions.add:2"), (None, None)],
+)
+async def test_ids_of_calls_are_counted_over_the_conversation_where_the_parser_says_so(ids, said):
+    async def two_calls(text, tools):
+        calls = ({"name": "add", "arguments": "{}"},) * text.count("[")
+        return Parsed(text.replace("[", ""), None, calls, ids)
+
+    play = Play(read=two_calls)
+    play.engine.answers = ["a[[<|end|>", "b[<|end|>", "c<|end|>"]
+    messages = [user("go")]
+    while (answer := await play.ask(messages, tools=TOOLS)).get("tool_calls"):
+        results = [
+            {"role": "tool", "content": c["id"], "tool_call_id": c["id"]}
+            for c in answer["tool_calls"]
+        ]
+        messages += [answer, *results]
+    [sample] = play.session.samples()
+    found = [m["content"] for m in messages if m["role"] == "tool"]
+    if said is None:
+        assert len(set(found)) == 3 and all(re.fullmatch("call_[0-9a-f]{24}", i) for i in found)
+    else:
+        assert " ".join(found) == said
+    assert all(name in play.text(sample.token_ids) for name in found), "the model sees them"
+
+
+@pytest.mark.parametrize("ended, reason", [("<|end|>", "tool_calls"), ("", "length")])
+async def test_an_answer_with_calls_that_was_cut_says_length(ended, reason):
+    play = Play()
+    play.engine.answers = [CALL.replace("<|end|>", ended)]
+    answer, _ = await play.session.answer(ChatRequest([user("go")], b"", tools=TOOLS))
+    assert (answer.finish_reason, len(answer.message["tool_calls"])) == (reason, 1)
+
+
+async def test_calls_that_end_at_a_stop_text_are_calls():
+    play = Play()
+    play.engine.answers = ['I [add {"a": 1}]END more']
+    answer, _ = await play.session.answer(
+        ChatRequest([user("go")], b"", tools=TOOLS, stop=("END",))
+    )
+    assert answer.finish_reason == "tool_calls"
