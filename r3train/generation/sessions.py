@@ -196,6 +196,8 @@ class Session:
                 self.chains.remove(place.chain)
         self.counts.update(f"ignored_{name}" for name in request.ignored)
         reason = _finish(call.finish_reason)
+        is_cut = reason == "length" and call.end - call.start == request.max_tokens
+        self.counts["cut_by_client"] += is_cut
         return (
             ChatAnswer(
                 call.answer,

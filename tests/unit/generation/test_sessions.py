@@ -643,3 +643,13 @@ async def test_calls_that_end_at_a_stop_text_are_calls():
         ChatRequest([user("go")], b"", tools=TOOLS, stop=("END",))
     )
     assert answer.finish_reason == "tool_calls"
+
+
+async def test_answers_that_the_harness_itself_cuts_are_counted():
+    play = Play(sampling=SamplingParams(max_new_tokens=9))
+    play.engine.answers = ["one<|end|>", "two is long", "three is longer"]
+    for number, most in enumerate((4, 4, None)):
+        await play.ask([user(str(number))], max_tokens=most)
+        play.engine.rest_of_answer = []
+    reasons = [call.finish_reason for call in play.session.calls]
+    assert reasons == ["stop", "length", "length"] and play.session.counts["cut_by_client"] == 1

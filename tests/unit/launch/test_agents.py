@@ -197,6 +197,7 @@ def test_the_numbers_of_a_step_are_of_the_sessions_that_ended_in_it():
     before = {"sessions": 4, "calls": 9, "roots": 4, "prompt_again": 0, "tokens": 100}
     before |= {"seconds": 8.0, "called_s": 8.0, "session_s_max": 3.0}
     now = {"sessions": 6, "calls": 15, "roots": 7, "forks": 1, "prompt_again": 50, "tokens": 300}
+    now |= {"cut_by_client": 3}
     now |= {"seconds": 12.0, "called_s": 9.0, "session_s_max": 3.0, "ignored_seed": 2}
     before, now = before | {"chains": 4}, now | {"chains": 8, "template_differs": 1}
     found = agent_metrics(now, before)
@@ -206,7 +207,7 @@ def test_the_numbers_of_a_step_are_of_the_sessions_that_ended_in_it():
         1.5,
     )
     assert found["agent/reprompted_share"] == 0.25 and found["agent/harness_s_share"] == 0.75
-    assert found["agent/template_differs"] == 0.25
+    assert found["agent/template_differs"] == 0.25 and found["agent/cut_by_client"] == 0.5
     assert found["agent/ignored_seed"] == 2 and found["agent/session_s_mean"] == 2.0
     assert all(row_of(key) is not None for key in found)
     assert agent_metrics(now, now) == agent_metrics({}, {}) == {}
