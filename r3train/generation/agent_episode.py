@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
 from collections import Counter
@@ -19,6 +20,10 @@ from r3train.generation.sessions import Session, SessionSettings
 from r3train.ids import NO_GROUP
 from r3train.types import Prompt, RolloutSample
 from r3train.user_code import quoted
+
+logger = logging.getLogger(__name__)
+
+_SAID_FROM = 8  # forks at a stop token that the template does not write
 
 Answer = Callable[[ChatRequest], Awaitable[tuple[ChatAnswer, Callable[[bool], None]]]]
 
@@ -158,6 +163,7 @@ class AgentEpisode:
             **session.counts,
             "failures": int(failure is not None),
         }
+        was_few = agents.totals["stop_token_forks"] < _SAID_FROM
         agents.totals.update(counts)
         agents.totals.update(
             sessions=1,
@@ -166,6 +172,16 @@ class AgentEpisode:
             prompt_again=again,
             tokens=sum(s.num_tokens for s in samples),
         )
+        if was_few and (forks := agents.totals["stop_token_forks"]) >= _SAID_FROM:
+            logger.warning(
+                "the model ends answers with %r, which the chat template does not write behind them: %d of %d calls"
+                " began a sample of their own, and %.0f%% of the sessions' tokens are prefilled again for it"
+                " (--rollout-stop-token-ids are the tokens that end an answer)",
+                session.settings.decode([session.stop_token]),
+                forks,
+                agents.totals["calls"],
+                100 * agents.totals["stop_token_again"] / agents.totals["tokens"],
+            )
         agents.longest_s = max(agents.longest_s, seconds)
         agents.record(
             {

@@ -157,6 +157,9 @@ class Session:
         self.calls: list[Call] = []
         self.counts: Counter[str] = Counter()
         self.called_s = 0.0  # time with a call in flight
+        self.stop_token: int | None = (
+            None  # one that ended an answer, which the template does not write
+        )
         self._called = 0.0
         self._in_flight = 0
         self._ends: dict[bytes, list[Call]] = {}  # by the digest of all messages up to the answer
@@ -198,6 +201,8 @@ class Session:
         reason = _finish(call.finish_reason)
         is_cut = reason == "length" and call.end - call.start == request.max_tokens
         self.counts["cut_by_client"] += is_cut
+        new = request.messages[0 if place.parent is None else place.parent.at + 1 :]
+        self.counts["special_in_text"] += self.settings.template.special_in(new)
         return (
             ChatAnswer(
                 call.answer,
@@ -303,6 +308,10 @@ class Session:
         ):
             sample, is_new = stitch.observe(chain.sample, tokens), False
         else:
+            if chain.tip is parent and not chain.busy:  # the template does not write its last token
+                self.stop_token = int(chain.sample.token_ids[rendered.end])
+                self.counts["stop_token_forks"] += 1
+                self.counts["stop_token_again"] += rendered.end
             sample = stitch.forked(chain.sample, rendered.end, tokens, sample_id=self._free_id())
             chain = Chain(sample, "fork", chain.first_prompt)
         place = _Place(request, parent, prefixes[-1], chain, sample, len(tokens), is_new)
@@ -413,7 +422,10 @@ class Session:
         chain.request = orjson.dumps([list(place.request.messages), list(place.request.tools)])
         chain.calls.append(call)
         self.calls.append(call)
-        self._ends.setdefault(_behind(place.prefix, answer), []).append(call)
+        # some harnesses drop the text next to calls: the calls' ids say whose message it is
+        for text in {parsed.content, ""} if parsed.calls else {parsed.content}:
+            message = answer | {"content": text}
+            self._ends.setdefault(_behind(place.prefix, message), []).append(call)
         return call, answer
 
     # ---- the end -----------------------------------------------------------------------------------

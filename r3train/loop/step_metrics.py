@@ -226,7 +226,13 @@ def agent_metrics(now: Mapping[str, float], before: Mapping[str, float]) -> dict
         },
         **{
             f"agent/{key}": since.get(key, 0)
-            for key in ("failures", "undelivered", "cut_tokens", "retries_joined")
+            for key in (
+                "failures",
+                "undelivered",
+                "cut_tokens",
+                "special_in_text",
+                "retries_joined",
+            )
         },
         "agent/cut_by_client": since.get("cut_by_client", 0) / max(since["calls"], 1),
         "agent/template_differs": since.get("template_differs", 0) / max(since.get("chains", 0), 1),

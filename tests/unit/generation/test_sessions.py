@@ -79,6 +79,18 @@ def edited(turn, messages):
         messages[2]["content"] = "(removed)"
 
 
+def without_text_next_to_calls(turn, messages):
+    for message in messages:
+        if message.get("tool_calls"):
+            message["content"] = None
+
+
+def without_text_and_id(turn, messages):
+    if turn == 1:
+        messages[2]["content"] = ""
+        messages[2]["tool_calls"][0]["id"] = messages[3]["tool_call_id"] = "call_of_another"
+
+
 def other_id(turn, messages):
     if turn == 1:
         messages[3]["tool_call_id"] = "call_of_another"
@@ -111,6 +123,8 @@ def rethought(turn, messages):
         (as_parts, ["root"]),
         (with_nulls, ["root"]),
         (edited, ["root", "root"]),
+        (without_text_next_to_calls, ["root"]),
+        (without_text_and_id, ["root", "root"]),
         (other_id, ["root", "fork"]),
         (compacted, ["root", "root"]),
         (reordered, ["root", "root"]),
@@ -653,3 +667,34 @@ async def test_answers_that_the_harness_itself_cuts_are_counted():
         play.engine.rest_of_answer = []
     reasons = [call.finish_reason for call in play.session.calls]
     assert reasons == ["stop", "length", "length"] and play.session.counts["cut_by_client"] == 1
+
+
+async def test_text_that_is_dropped_without_calls_begins_a_chain():
+    play = Play()
+    play.engine.answers = ["well<|end|>", "good<|end|>"]
+    answer = await play.ask([user("go")])
+    await play.ask([user("go"), answer | {"content": ""}, user("and?")])
+    assert [chain.begins for chain in play.session.chains] == ["root", "root"]
+
+
+async def test_special_tokens_are_counted_once_in_each_text_that_is_new():
+    play = Play()
+    messages = [user("a <|end|> b")]
+    for text in ("<|start|><|end|>", "no"):
+        play.engine.answers = ["own <|start|><|end|>"]
+        messages += [await play.ask(messages), user(text)]
+    await play.ask(messages)
+    assert play.session.counts["special_in_text"] == 3
+
+
+async def test_a_stop_token_that_the_template_does_not_write_is_told_with_what_it_costs():
+    play = Play()
+    [end] = play.words.encode("<|call|>")
+    play.engine.end, play.engine.answers = end, ["one<|call|>", "two<|call|>", "three<|call|>"]
+    messages = [user("go")]
+    for _ in range(3):
+        messages += [await play.ask(messages), user("on")]
+    first, second, _ = play.session.calls
+    assert play.session.stop_token == end and play.session.counts["stop_token_forks"] == 2
+    again = first.end + second.end - 2
+    assert play.session.counts["stop_token_again"] == again

@@ -140,6 +140,9 @@ async def test_a_parser_sees_special_tokens_and_not_the_one_that_ends_the_answer
 WITHOUT_TOOLS = TEMPLATE.replace(
     "{{ m.content }}", "{% if m.role != 'tool' %}{{ m.content }}{% endif %}"
 )
+HIDES_TOOLS = TEMPLATE.replace(
+    "{% if tools %}please {{ tools[0].function.name }} <eos>{% endif %}", ""
+)
 CHANGES = TEMPLATE.replace(
     "{{ m.content }}", "{{ m.content }}{% if not loop.last %}{{ loop.index }}{% endif %}"
 )
@@ -151,6 +154,8 @@ def test_a_template_without_answers_of_tools_is_said_and_one_that_rewrites_is_re
         "no tools: no answer of a tool can follow its call: the chat template does not write"
         in line
     )
+    (line,) = rehearsed(model, HIDES_TOOLS)
+    assert line.endswith("no tools: the chat template does not show the tools")
     with pytest.raises(ValueError, match="no turn can follow an answer"):
         rehearsed(model, CHANGES)
 
