@@ -95,6 +95,10 @@ PLANTED = {
         lambda s: with_mask(s, 0, lambda m, _: np.put(m, np.flatnonzero(m)[0], False)),
         "sample 640: tokens .* were sampled and delivered, .* have loss",
     ),
+    "loss on as many other tokens": (
+        lambda s: with_mask(s, 0, lambda m, _: np.copyto(m, np.roll(m, -1))),
+        "sample 640: tokens .* were sampled and delivered, .* have loss",
+    ),
     "loss on what follows an answer": (
         lambda s: with_mask(s, 0, lambda m, x: np.put(m, np.flatnonzero(~m)[-1], True)),
         "sample 640: tokens .* were sampled",
