@@ -150,6 +150,7 @@ def _users(name: str, function: Any, text: str, tools: Sequence[dict[str, Any]])
         parsed = function(text, tools)
         if not isinstance(parsed, Parsed):
             raise ValueError(f"returned {quoted(parsed)}, expected a Parsed")
+        (parsed.ids or "").format(name="", index=0)  # it raises what is wrong with the form
         for call in parsed.calls:
             if not _is_call(call):
                 raise ValueError(

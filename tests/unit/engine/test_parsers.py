@@ -155,6 +155,10 @@ def no_arguments(text, tools):
     return Parsed(text, None, ({"name": "add", "arguments": "[1]"},))
 
 
+def wrong_ids(text, tools):
+    return Parsed(text, ids="call-{number}")
+
+
 def raises(text, tools):
     raise KeyError("a")
 
@@ -165,7 +169,8 @@ def test_a_function_of_the_user_reads_what_follows_the_reasoning():
 
 
 @pytest.mark.parametrize(
-    "name, what", [("wrong", "returned 'x', expected"), ("raises", "KeyError")]
+    "name, what",
+    [("wrong", "returned 'x', expected"), ("raises", "KeyError"), ("wrong_ids", "number")],
 )
 def test_a_function_of_the_user_that_fails_is_named(name, what):
     with pytest.raises(
