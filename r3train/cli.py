@@ -49,6 +49,10 @@ SUBCOMMANDS = {
         "r3train.launch.convert:convert",
         "Write the weights of a run's checkpoint as a Hugging Face checkpoint.",
     ),
+    "agent-check": (
+        "r3train.launch.agent_check:agent_check",
+        "Play one session of an agent's command against a scripted model, without a server.",
+    ),
     "doctor": (
         "r3train.doctor.doctor_command:doctor",
         "Check this machine for faults that would stop a run of this configuration.",

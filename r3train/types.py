@@ -229,6 +229,8 @@ class RolloutSample:
     # of an agent's session, on its last sample: (sample id, first token, end, crc32 of the tokens up to there, whether
     # it was cut) of each call that was delivered, see chat/token_ledger.py
     token_ledger: Sequence[Sequence[int]] | None = None
+    # of an agent's session: the messages up to the last answer, as people read them; in no file of samples
+    conversation: tuple[str, ...] = ()
     # with reward_keys: the numbers of the reward's table at these keys, in their order
     reward_parts: Sequence[float] | None = None
     # with routes: the RowClass of each row, FILLED for the last token; None where it is not known

@@ -37,12 +37,13 @@ async def run_command(
     *,
     timeout_s: float,
     env_names: Collection[str] = (),
+    output: bytearray | None = None,
 ) -> Reward | None:
     """Run a harness to its end; returns the reward that it wrote, None if it wrote none.
 
     It runs in ``directory / "work"`` with ``access`` as OpenAI's and Anthropic's variables, the model's name too, ``task`` in R3TRAIN_TASK_FILE
     (JSON: what the harness may know, so no label), and the run's environment without secrets; ``env_names``
-    names further variables.  Raises AgentFailed, with its last lines, for a command that ends with another
+    names further variables; ``output`` gets the end of what it writes.  Raises AgentFailed, with its last lines, for a command that ends with another
     code than 0, takes longer than ``timeout_s`` or writes a reward that is none.  When this returns or
     raises, nothing that it started runs any more.
     """
@@ -77,7 +78,7 @@ async def run_command(
     )
     # asyncio would kill a guard whose start is cancelled, and its tree would go on
     guard, cancelled = await _to_its_end(starting)
-    tail = bytearray()
+    tail = bytearray() if output is None else output
     try:
         if cancelled is not None:
             raise cancelled

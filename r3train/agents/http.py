@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import aiohttp
 import orjson
@@ -108,6 +108,8 @@ class _Session:
     count: Callable[[ChatRequest], Awaitable[int]] | None
     slots: asyncio.Semaphore  # of its requests at once; another waits, its body unread
     models: Counter[str] = field(default_factory=Counter)  # requests by the name they gave
+    # by method and path, status and reason; of each the count, and the first refusal in words
+    requests: dict[tuple[str, int, str], list[Any]] = field(default_factory=dict)
     # by digest; failed ones are not kept
     calls: dict[bytes, list[_Call]] = field(default_factory=dict)
     is_over: bool = False
@@ -246,9 +248,27 @@ class ChatEndpoint:
                     call.settle(False)
         return dict(session.models)
 
+    def requests(self, key: str) -> list[dict[str, Any]]:
+        """Requests of a session so far by path, status and reason, with their count and the first refusal's words."""
+        found = self._sessions[key].requests.items()
+        names = ("request", "status", "reason", "count", "first")
+        return [dict(zip(names, (*kind, *told))) for kind, told in found]
+
     def stats(self) -> dict[str, int]:
-        """Counts since the start: answers, refused, retries_joined, undelivered, and ignored_FIELD of requests."""
+        """Counts since the start: answers, refused, refused_REASON, retries_joined, undelivered, and ignored_FIELD."""
         return dict(self._counts)
+
+    def _tell(self, request: web.Request, status: int, refused: ChatRefused | None = None) -> None:
+        """Count a request by its path and what became of it, in its session if it has one."""
+        reason = "" if refused is None else _reason(refused)
+        if refused is not None:
+            self._counts.update(("refused", f"refused_{reason}"))
+        with contextlib.suppress(ChatRefused):
+            requests = self._session_of(request).requests
+            kind = (f"{request.method} {request.path[:100]}", status, reason)
+            if kind not in requests and len(requests) >= _NAMES_KEPT:
+                kind = ("others", status, reason)
+            requests.setdefault(kind, [0, str(refused or "")[:300]])[0] += 1
 
     async def _guarded(
         self,
@@ -258,7 +278,9 @@ class ChatEndpoint:
     ) -> web.StreamResponse:
         """Return what the handler answers, or its refusal in the dialect's form."""
         try:
-            return await handler(dialect, request)
+            response = await handler(dialect, request)
+            self._tell(request, response.status)
+            return response
         except ChatRefused as error:
             refused = error
         except web.HTTPRequestEntityTooLarge:
@@ -267,7 +289,7 @@ class ChatEndpoint:
         except (ConnectionError, web.RequestPayloadError) as error:
             text = f"the body cannot be read: {error}"
             refused = ChatRefused(400, "invalid_request_error", text)
-        self._counts["refused"] += 1
+        self._tell(request, refused.status, refused)
         return web.Response(
             body=dialect.error_json(refused), status=refused.status, content_type="application/json"
         )
@@ -354,7 +376,7 @@ class ChatEndpoint:
             except asyncio.CancelledError:
                 rest = dialect.error_event(_session_over(), chat_call)
             except ChatRefused as refused:
-                self._counts["refused"] += 1
+                self._tell(request, refused.status, refused)
                 rest = dialect.error_event(refused, chat_call)
             await events.write(rest)
             await events.write_eof()
@@ -487,6 +509,12 @@ async def _answered(
         logger.exception("an answer failed")
         text = f"the answer failed: {type(error).__name__}; the run's log says more"
         raise ChatRefused(400, "answer_failed", text) from None
+
+
+def _reason(refused: ChatRefused) -> str:
+    """The code of a refusal, or of a request that cannot be read the field, with which its words begin."""
+    named = re.match(r"(?:the |a )?(\w+)", str(refused))
+    return named[1] if named and refused.code == "invalid_request_error" else refused.code
 
 
 def _body(dialect: _Dialect, answer: ChatAnswer, chat_call: ChatCall) -> bytes:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import orjson
@@ -14,6 +16,13 @@ from r3train.user_code import quoted
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _PICTURES = ("image", "image_url", "input_image")
+# what parsers of calls look for, and a call's arguments as JSON
+_CALL_MARKS = (
+    r"(?i:tool[_▁]?call|function_?call|<function|<invoke|python_tag|START_ACTION|action_start)"
+    r"|to=functions|\"(?:arguments|parameters)\"\s*:"
+)
+# of a conversation that people are shown: messages, and characters of a text
+_FIRST_SHOWN, _LAST_SHOWN, _TEXT_SHOWN = 4, 20, 1000
 _UNSEEN = "[a picture, which this model cannot see]"
 
 
@@ -74,6 +83,40 @@ def shown_as_text(messages: Any) -> bool:
             if isinstance(part, dict) and part.get("type") in _PICTURES:
                 content[index], found = {"type": "text", "text": _UNSEEN}, True
     return found
+
+
+def looks_like_call(text: str, tools: Sequence[dict[str, Any]]) -> bool:
+    """Tell whether an answer looks like a call of a tool, in whatever form.
+
+    >>> tools = [{"type": "function", "function": {"name": "add"}}]
+    >>> looks_like_call('<tool_call>{"name": "add"}', tools), looks_like_call("I add them.", tools)
+    (True, False)
+    """
+    names = "|".join(re.escape(tool["function"]["name"]) for tool in tools)
+    return bool(tools) and re.search(rf"{_CALL_MARKS}|\b(?:{names})\s*[({{]", text) is not None
+
+
+def shown(messages: Sequence[Message]) -> list[str]:
+    """A conversation as people read it, a text for each message: thoughts in brackets, and calls.
+
+    Of a long text the beginning is shown, of many messages the first and the last; the number left out is said.
+
+    >>> call = {"function": {"name": "add", "arguments": '{"a": 1}'}}
+    >>> shown([{"role": "user", "content": "Add."}, {"role": "assistant", "content": None, "tool_calls": [call]}])
+    ['user: Add.', 'assistant: calls add {"a": 1}']
+    """
+    texts = []
+    for message in messages:
+        thoughts = f"({message['reasoning_content']})" if message.get("reasoning_content") else ""
+        calls = [call["function"] for call in message.get("tool_calls") or ()]
+        called = [f"calls {call['name']} {call['arguments']}" for call in calls]
+        parts = (thoughts, text_of(message.get("content")), *called)
+        text = f"{message['role']}: " + "\n".join(filter(None, parts))
+        left = len(text) - _TEXT_SHOWN
+        texts.append(f"{text[:_TEXT_SHOWN]}... ({left:,} more characters)" if left > 0 else text)
+    if (left := len(texts) - _FIRST_SHOWN - _LAST_SHOWN) > 0:
+        texts[_FIRST_SHOWN:-_LAST_SHOWN] = [f"({left} messages are left out)"]
+    return texts
 
 
 def plain(message: Message, arguments: Literal["text", "table"]) -> Message:

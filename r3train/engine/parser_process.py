@@ -27,7 +27,7 @@ from dataclasses import replace
 from typing import Any, BinaryIO
 
 from r3train.chat.base import Parse, Parsed
-from r3train.engine.parsers import make_parse, users_parse
+from r3train.engine.parsers import known_calls, make_parse, users_parse
 from r3train.user_code import quoted
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class Parser:
     ) -> None:
         users = users_parse(calls) if ":" in calls else None
         calls = "none" if users else calls
-        self._users = users
+        self._users, self._tokenizer = users, tokenizer
         self._process: _Process | None = None
         if (calls, reasoning) != ("none", "none"):
             self._process = _Process((calls, reasoning, tokenizer, dict(template_kwargs)))
@@ -80,6 +80,20 @@ class Parser:
             return parsed
         users = self._users(parsed.content, tools)
         return users if parsed.reasoning is None else replace(users, reasoning=parsed.reasoning)
+
+    async def others(
+        self, answers: Sequence[tuple[str, Sequence[dict[str, Any]]]]
+    ) -> dict[str, int]:
+        """The number of answers (text, tools) in which each of SGLang's parsers reads a call, without those of 0.
+
+        It takes a process of its own, and seconds.
+        """
+        process = _Process(("none", "none", self._tokenizer, {}))
+        try:
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(process.thread, process.compare, answers)
+        finally:
+            process.close()
 
     def close(self) -> None:
         """End the process, in the middle of a text too; idempotent."""
@@ -138,6 +152,12 @@ class _Process:
             raise ValueError(problem)
         self._is_ready = True
 
+    def compare(self, answers: Sequence[tuple[str, Sequence[dict[str, Any]]]]) -> dict[str, int]:
+        self.ready()
+        _send(self._process.stdin, json.dumps({"answers": answers}).encode())
+        found = _receive(self._process.stdout, _STUCK_S)
+        return {} if found is None else json.loads(found)
+
     def ask(self, text: str, tools: list[dict[str, Any]]) -> Parsed:
         self.ready()
         try:
@@ -192,8 +212,12 @@ def main() -> None:
         return
     _send(answers, b'""')
     while (request := _receive(requests)) is not None:
-        parsed = within_limit(parse, *json.loads(request))
-        found = parsed and [parsed.content, parsed.reasoning, parsed.calls, parsed.ids]
+        request = json.loads(request)
+        if isinstance(request, dict):
+            found = _compared(request["answers"], _unpacked(setup)[2])
+        else:
+            parsed = within_limit(parse, *request)
+            found = parsed and [parsed.content, parsed.reasoning, parsed.calls, parsed.ids]
         _send(answers, json.dumps(found).encode())
 
 
@@ -202,6 +226,15 @@ def _unpacked(setup: bytes) -> tuple[Any, ...]:
         return pickle.loads(setup)
     except Exception as error:  # of a tokenizer's own code
         raise ValueError(_NOT_HANDED.format(error)) from error
+
+
+def _compared(answers: list[tuple[str, list[dict[str, Any]]]], tokenizer: Any) -> dict[str, int]:
+    found = {}
+    for name in known_calls():
+        parse = make_parse(name, "none", tokenizer, {})
+        read = [within_limit(parse, *answer) for answer in answers]
+        found[name] = sum(parsed is not None and bool(parsed.calls) for parsed in read)
+    return {name: count for name, count in found.items() if count}
 
 
 def within_limit(parse: Parse, text: str, tools: list[dict[str, Any]]) -> Parsed | None:

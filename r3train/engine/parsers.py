@@ -37,7 +37,7 @@ def make_parse(
         if detected[0] is None:
             raise ValueError(
                 f"{_CALLS_FLAG} auto: the chat template shows no form of calls that SGLang has a parser for;"
-                f" expected none, module:function or one of {', '.join(_known_calls())}"
+                f" expected none, module:function or one of {', '.join(known_calls())}"
             )
         calls = detected[0]
     if reasoning == "auto":
@@ -63,7 +63,8 @@ def _detected(tokenizer: Any) -> tuple[str | None, str | None]:
     return rules.detect_tool_call_parser(*given), rules.detect_reasoning_parser(*given)
 
 
-def _known_calls() -> list[str]:
+def known_calls() -> list[str]:
+    """SGLang's parsers of calls by name."""
     from sglang.srt.function_call.function_call_parser import FunctionCallParser
 
     return sorted(FunctionCallParser.ToolCallParserEnum)
@@ -113,7 +114,7 @@ def _calls(name: str, tokenizer: Any) -> Parse:
     from sglang.srt.entrypoints.openai.protocol import Tool
     from sglang.srt.function_call.function_call_parser import FunctionCallParser
 
-    find_user_code(_CALLS_FLAG, name, dict.fromkeys(["none", "auto", *_known_calls()], name))
+    find_user_code(_CALLS_FLAG, name, dict.fromkeys(["none", "auto", *known_calls()], name))
     # a model that learns writes calls that are none at every step
     logging.getLogger("sglang.srt.function_call").setLevel(logging.CRITICAL)
 

@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -16,7 +16,7 @@ from r3train.config.agent_settings import AgentSection
 from r3train.engine.backend import SamplingParams
 from r3train.generation import stitch
 from r3train.generation.episode import EpisodeDropped, Generate
-from r3train.generation.sessions import Session, SessionSettings
+from r3train.generation.sessions import Session, SessionSettings, Unread
 from r3train.ids import NO_GROUP
 from r3train.types import Prompt, RolloutSample
 from r3train.user_code import quoted
@@ -26,6 +26,11 @@ logger = logging.getLogger(__name__)
 _SAID_FROM = 8  # forks at a stop token that the template does not write
 
 Answer = Callable[[ChatRequest], Awaitable[tuple[ChatAnswer, Callable[[bool], None]]]]
+
+_KEYLESS = "refused_invalid_api_key"
+_LAST_LINES, _LAST_BYTES, _CAUSES_KEPT = 10, 1000, 64
+# answers that look like calls, for other parsers; and those after which a run is told
+_UNREAD_KEPT, _MANY = 4, 16
 
 
 class ChatEndpoint(Protocol):
@@ -40,40 +45,68 @@ class ChatEndpoint(Protocol):
 
     async def close(self, key: str) -> Mapping[str, int]: ...
 
+    def requests(self, key: str) -> list[dict[str, Any]]: ...
+
     async def stop(self) -> None: ...
 
     def stats(self) -> Mapping[str, int]: ...
+
+
+async def _none_of_them(answers: Sequence[Unread]) -> Mapping[str, int]:
+    return {}
 
 
 @dataclass(eq=False)
 class Agents:
     """All that the sessions of a run share.
 
-    run: lets the agent work on a prompt, and returns its reward, None if it gives none;
-    raises AgentFailed.  name: of the agent in errors.  record: told of each session that has ended.  close: ends
-    what reads the answers, after the last of them.
+    run: lets the agent work on a prompt, and returns its reward, None if it gives none, and the end of its output
+    in the bytes that it got; raises AgentFailed.  name: of the agent in errors.  record: told of each session that
+    has ended.  close: ends what reads the answers, after the last of them.  other_parsers: gives the number of
+    answers (text, tools) in which each of SGLang's parsers reads a call.
     """
 
     settings: AgentSection
     sessions: SessionSettings
     endpoint: ChatEndpoint
-    run: Callable[[Any, Prompt], Awaitable[Any]]
+    run: Callable[[Any, Prompt, bytearray], Awaitable[Any]]
     name: str
     record: Callable[[Mapping[str, Any]], None] = lambda facts: None
     close: Callable[[], None] = lambda: None
     totals: Counter[str] = field(default_factory=Counter)
     longest_s: float = 0.0
+    causes: Counter[str] = field(default_factory=Counter)  # of failures, in short
+    other_parsers: Callable[[Sequence[Unread]], Awaitable[Mapping[str, int]]] = _none_of_them
+    unread: list[Unread] = field(default_factory=list)  # a few
+    has_told: bool = False
 
     def stats(self) -> dict[str, Any]:
-        """Sums over all sessions that have ended, and the longest of them."""
-        joined = self.endpoint.stats().get("retries_joined", 0)
-        return {
-            "agent": {
-                **self.totals,
-                "retries_joined": joined,
-                "session_s_max": self.longest_s,
-            }
-        }
+        """Sums over all sessions that have ended, the longest of them, and the causes of failures."""
+        found = self.endpoint.stats().items()
+        asked = {k: n for k, n in found if k.startswith(("refused", "retries_joined"))}
+        causes = {"session_s_max": self.longest_s, "causes": dict(self.causes)}
+        return {"agent": {**self.totals, "retries_joined": 0, **asked, **causes}}
+
+    async def tell_of_unread(self, unread: Sequence[Unread]) -> None:
+        """Warn once where the parser has read no call in many answers, and others look like calls."""
+        self.unread += unread[: _UNREAD_KEPT - len(self.unread)]
+        many, read = self.totals["with_tools"], self.totals["tool_calls"]
+        if self.has_told or read or many < _MANY or len(self.unread) < _UNREAD_KEPT:
+            return
+        self.has_told = True
+        others = "none reads them"
+        try:
+            if found := await self.other_parsers(self.unread):
+                most = max(found.values())
+                names = [name for name, count in found.items() if count == most][:5]
+                others = f"{' and '.join(names)} can read {most} of {len(self.unread)}"
+        except Exception as error:  # a hint ends no run
+            others = f"nothing is known ({error})"
+        logger.warning(
+            f"none of {many} answers to requests with tools has a call that --agent-tool-call-parser"
+            f" {self.settings.agent_tool_call_parser} reads, and {self.totals['unread_calls']} look like"
+            f" calls; of SGLang's parsers {others}"
+        )
 
 
 @dataclass(eq=False)
@@ -107,7 +140,8 @@ class AgentEpisode:
         posted: list[Any] = []
         take = posted.append if agents.settings.agent_reward_post else None
         access = await agents.endpoint.open(session.answer, take, session.count_tokens)
-        working = asyncio.ensure_future(agents.run(access, prompt))
+        output, keyless = bytearray(), agents.endpoint.stats().get(_KEYLESS, 0)
+        working = asyncio.ensure_future(agents.run(access, prompt, output))
         failure: str | None = None
         reward_given: Any = None
         try:
@@ -123,16 +157,22 @@ class AgentEpisode:
         finally:
             working.cancel()
             await asyncio.gather(working, return_exceptions=True)
+            keyless = agents.endpoint.stats().get(_KEYLESS, 0) - keyless
+            requests = agents.endpoint.requests(access.key)
             models = await agents.endpoint.close(access.key)
             if broken.done():
                 broken.exception()  # seen
         # rows are joined and texts compared: a second, with many long samples
         samples = await asyncio.to_thread(session.samples)
         if failure is None and not samples:
-            failure = "it never called the model"
+            failure = _without_an_answer(session, requests, keyless)
+            if lines := _last_lines(output):
+                failure += "; its last lines:\n" + "\n".join(lines)
         if not self.evaluates:
+            told = {"models": dict(models), "requests": requests, "last_lines": _last_lines(output)}
             seconds = time.monotonic() - began
-            self._tell(session, samples, seconds, reward_given, failure, models)
+            self._tell(session, samples, seconds, reward_given, failure, told)
+            await agents.tell_of_unread(session.unread)
         if failure is None:
             return samples, reward
         message = f"prompt {prompt.prompt_id}, sample {sample_id}: {agents.name} failed: {failure}"
@@ -152,7 +192,7 @@ class AgentEpisode:
         seconds: float,
         reward: Any,
         failure: str | None,
-        models: Mapping[str, int],
+        told: Mapping[str, Any],
     ) -> None:
         """Count a session that has ended, and record it."""
         agents, begins = self.agents, {c.sample.sample_id: c.begins for c in session.chains}
@@ -183,12 +223,17 @@ class AgentEpisode:
                 100 * agents.totals["stop_token_again"] / agents.totals["tokens"],
             )
         agents.longest_s = max(agents.longest_s, seconds)
+        if failure is not None:
+            first, *rest = failure.splitlines() or [""]
+            cause = " ".join(line[:300] for line in (first, *rest[-1:]))
+            is_known = cause in agents.causes or len(agents.causes) < _CAUSES_KEPT
+            agents.causes[cause if is_known else "others: see sessions.jsonl"] += 1
         agents.record(
             {
                 "sample_id": session.sample_id,
                 "prompt_id": session.prompt.prompt_id,
                 **counts,
-                "models": dict(models),
+                **told,
                 "seconds": round(seconds, 3),
                 "called_s": round(session.called_s, 3),
                 "reward": reward if isinstance(reward, (int, float)) else None,
@@ -204,6 +249,26 @@ class AgentEpisode:
                 ],
             }
         )
+
+
+def _without_an_answer(
+    session: Session, requests: Sequence[Mapping[str, Any]], keyless: int
+) -> str:
+    """Say why a session has no sample: nobody took its answers, or its requests were refused."""
+    if session.calls:
+        return f"it took none of its {len(session.calls)} answers"
+    kinds = [r for r in requests if r["status"] >= 400]
+    kinds.sort(key=lambda r: -r["count"])
+    texts = [f"{r['request']} {r['status']} ×{r['count']} ({r['first']})" for r in kinds[:3]]
+    if keyless:
+        texts.append(f"401 ×{keyless} (meanwhile, with a key of no session)")
+    count = sum(r["count"] for r in kinds) + keyless
+    refused = f": {count} request{'s were' if count > 1 else ' was'} refused: {'; '.join(texts)}"
+    return "it never called the model" + refused * bool(count)
+
+
+def _last_lines(output: bytes) -> list[str]:
+    return output[-_LAST_BYTES:].decode(errors="replace").splitlines()[-_LAST_LINES:]
 
 
 def _finite(reward: Any) -> float:

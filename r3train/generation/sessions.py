@@ -27,7 +27,7 @@ import numpy as np
 import orjson
 
 from r3train.chat.base import ChatAnswer, ChatRefused, ChatRequest, Message, Parsed, Read
-from r3train.chat.messages import message_key
+from r3train.chat.messages import looks_like_call, message_key, shown
 from r3train.chat.token_ledger import ledger_entry, ledger_problems, LedgerEntry, session_ledger
 from r3train.data.templates import SessionTemplate
 from r3train.engine.backend import SamplingParams
@@ -45,6 +45,9 @@ _MOST_CHARACTERS = 8
 _COUNTED_AT_ONCE = 65536
 
 Delivered = Callable[[bool], None]
+Unread = tuple[
+    str, Sequence[dict[str, Any]]
+]  # an answer without its thoughts, and its request's tools
 
 
 @dataclass(frozen=True)
@@ -156,6 +159,7 @@ class Session:
         self.chains: list[Chain] = []
         self.calls: list[Call] = []
         self.counts: Counter[str] = Counter()
+        self.unread: list[Unread] = []  # the first answer that looks like a call and is none
         self.called_s = 0.0  # time with a call in flight
         self.stop_token: int | None = (
             None  # one that ended an answer, which the template does not write
@@ -185,6 +189,7 @@ class Session:
             readable = request.tools if request.readable is None else request.readable
             parsed = await self.settings.read(text, readable)
             call, answer = self._complete(place, sample, parsed)
+            self._count_calls(text, parsed, readable)
         except ChatRefused:
             raise
         except Exception as error:  # of servers, or the user's parser: the run ends with it
@@ -428,6 +433,17 @@ class Session:
             self._ends.setdefault(_behind(place.prefix, message), []).append(call)
         return call, answer
 
+    def _count_calls(self, text: str, parsed: Parsed, tools: Sequence[dict[str, Any]]) -> None:
+        """Count the calls that were read in an answer, and an answer that looks like a call and is none."""
+        if parsed.reasoning:
+            text = text.rpartition(parsed.reasoning)[2]
+        unread = not parsed.calls and looks_like_call(text, tools)
+        self.counts.update(
+            with_tools=int(bool(tools)), tool_calls=len(parsed.calls), unread_calls=int(unread)
+        )
+        if unread and not self.unread:
+            self.unread.append((text, tools))
+
     # ---- the end -----------------------------------------------------------------------------------
 
     def samples(self) -> list[RolloutSample]:
@@ -473,7 +489,21 @@ class Session:
         if last is not chain.tip:
             sample = stitch.cut(sample, last.end)
         reason = _finish(last.finish_reason)
-        return replace(stitch.finished(sample), finish_reason=reason, text=self._text(last))
+        return replace(
+            stitch.finished(sample),
+            finish_reason=reason,
+            text=self._text(last),
+            conversation=self._conversation(last, chain),
+        )
+
+    def _conversation(self, last: Call, chain: Chain) -> tuple[str, ...]:
+        """The messages up to a call's answer as people read them, the answers as the model gave them."""
+        messages = [*orjson.loads(chain.request)[0][: last.at], None]
+        call: Call | None = last
+        while call is not None:
+            messages[call.at] = call.answer
+            call = call.parent
+        return tuple(shown(messages))
 
     def _text(self, call: Call) -> str:
         answer_tokens = call.chain.sample.token_ids[call.start : call.end].tolist()

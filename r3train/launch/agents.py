@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import logging
 import os
 import shlex
 import shutil
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import replace
+from functools import reduce
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -58,15 +61,19 @@ def make_parser(config: RunConfig, tokenizer: Any) -> Parser:
 
 
 def session_settings(
-    config: RunConfig, hf: HfModelFacts, tokenizer: Any, read: Read
+    config: RunConfig, hf: HfModelFacts | None, tokenizer: Any, read: Read
 ) -> SessionSettings:
-    """Make what the sessions of a job share; raises ValueError for a template that no way works for."""
+    """Make what the sessions of a job share; raises ValueError for a template that no way works for.
+
+    hf: None where no model bounds the context.
+    """
+    most = config.rollout.rollout_max_context_len if hf is None else context_len(config, hf)
     return SessionSettings(
         template=SessionTemplate.of(ChatTemplate(tokenizer, config.data)),
         read=read,
         decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=False),
         sampling=SamplingParams(config.rollout.rollout_max_response_len),
-        max_context_len=context_len(config, hf),
+        max_context_len=most,
         history=config.agent.agent_history,
         max_calls=config.agent.agent_max_calls,
     )
@@ -89,49 +96,26 @@ def rehearse(config: RunConfig, hf: HfModelFacts, tokenizer: Any) -> tuple[str, 
         parser.close()
     shared = session_settings(config, hf, tokenizer, parser)
     template = shared.template
-    stops = stop_token_ids(config, hf, tokenizer)
-    if not stops:
-        raise ValueError(
-            f"{settings.named} needs a token that ends an answer: --rollout-stop-token-ids"
-        )
+    stop = end_token(config, hf, tokenizer)
     uses_tools = template.no_tools is None
     tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
-    tools = (tool,) if uses_tools else ()
-
-    async def read(text: str, tools: Any) -> Parsed:
-        return Parsed(
-            text, None, ({"name": "look", "arguments": "{}"},) * (len(calls) < 2 and uses_tools)
-        )
-
-    async def generate(sample: RolloutSample, limit: int) -> RolloutSample:
-        token_ids = [*tokenizer.encode("I look.", add_special_tokens=False), stops[0]]
-        zeros = np.zeros(len(token_ids))
-        segment = Segment(
-            np.array(token_ids, np.int32),
-            zeros.astype(np.float32),
-            zeros.astype(np.int32),
-            None,
-            0,
-            "stop",
-        )
-        return stitch.extend(sample, segment)
-
-    calls: list[dict[str, Any]] = []
-    prompt = Prompt("rehearsal", 0, "", np.zeros(1, np.int32), None)
+    model = ScriptedModel(template, stop)
 
     def fail(error: BaseException) -> None:
         raise error
 
     # the template is tried, not the lengths of a run
-    unbounded = replace(shared, read=read, sampling=SamplingParams(_LONG), max_context_len=_LONG)
-    session = Session(unbounded, generate, prompt, 0, fail=fail)
+    unbounded = {"sampling": SamplingParams(_LONG), "max_context_len": _LONG, "read": model.read}
+    prompt = Prompt("rehearsal", 0, "", np.zeros(1, np.int32), None)
+    session = Session(replace(shared, **unbounded), model.generate, prompt, 0, fail=fail)
 
     async def play() -> None:
         messages: list[dict[str, Any]] = [{"role": "user", "content": "Look."}]
         for _ in range(3):
-            answer, commit = await session.answer(ChatRequest(list(messages), b"", tools))
+            request = ChatRequest(list(messages), b"", (tool,) if uses_tools else ())
+            model.decide(request)
+            answer, commit = await session.answer(request)
             commit(True)
-            calls.append(answer.message)
             messages.append(answer.message)
             made = answer.message.get("tool_calls", ())
             follow = [
@@ -156,6 +140,98 @@ def rehearse(config: RunConfig, hf: HfModelFacts, tokenizer: Any) -> tuple[str, 
     )
 
 
+def end_token(config: RunConfig, hf: HfModelFacts, tokenizer: Any) -> int:
+    """A token that ends an answer; raises ValueError where there is none."""
+    for token in stop_token_ids(config, hf, tokenizer):
+        return token
+    named = config.agent.named
+    raise ValueError(f"{named} needs a token that ends an answer: --rollout-stop-token-ids")
+
+
+class ScriptedModel:
+    """A model that calls each tool that a conversation offers once, with fitting arguments, and then says a text.
+
+    stop: the token that ends its answers.  ``decide`` is called in the task that answers a request.
+    """
+
+    def __init__(self, template: SessionTemplate, stop: int) -> None:
+        self._template, self._stop = template, stop
+        self._left: ContextVar[tuple[Parsed, list[int]]] = ContextVar("left")
+
+    def decide(self, request: ChatRequest) -> None:
+        """Decide on the answer to a request."""
+        calls = [call for m in request.messages for call in m.get("tool_calls") or ()]
+        called = {call["function"]["name"] for call in calls}
+        readable = request.tools if request.readable is None else request.readable
+        new = [t["function"] for t in readable if t["function"]["name"] not in called]
+        parsed = Parsed("That is all.")
+        if new:
+            schema = new[0].get("parameters") or {}
+            arguments = json.dumps(fitting(schema, schema) if schema else {})
+            parsed = Parsed("I call.", None, ({"name": new[0]["name"], "arguments": arguments},))
+        text = self._written(parsed, request.tools)
+        self._left.set((parsed, [*self._template.chat.encode(text), self._stop]))
+
+    def _written(self, parsed: Parsed, tools: Sequence[dict[str, Any]]) -> str:
+        """An answer as the template writes it, up to its end."""
+        asks = {"role": "user", "content": "."}
+        calls = [{"id": "call00001", "type": "function", "function": c} for c in parsed.calls]
+        answer = {"role": "assistant", "content": parsed.content, "tool_calls": calls}
+        try:
+            before = self._template.whole_text([asks], tools)
+            whole = self._template.whole_text([asks, answer, asks], tools)
+        except ValueError:  # the session will say so
+            return parsed.content
+        stop = self._template.chat.tokenizer.decode([self._stop], skip_special_tokens=False)
+        text, end, _ = whole.removeprefix(before).partition(stop)
+        return text if whole.startswith(before) and end else parsed.content
+
+    async def generate(self, sample: RolloutSample, limit: int) -> RolloutSample:
+        """Say the next tokens of the answer."""
+        left = self._left.get()[1]
+        tokens, left[:limit] = left[:limit], []
+        zeros = np.zeros(len(tokens))
+        parts = np.array(tokens, np.int32), zeros.astype(np.float32), zeros.astype(np.int32)
+        return stitch.extend(sample, Segment(*parts, None, 0, "length" if left else "stop"))
+
+    async def read(self, text: str, tools: Any) -> Parsed:
+        """Return the answer that was decided on; the text of one that was cut."""
+        parsed, left = self._left.get()
+        return Parsed(text) if left else parsed
+
+
+def fitting(schema: Any, root: Mapping[str, Any]) -> Any:
+    """A small value that fits a JSON schema, as far as its types and choices go; root: of its references.
+
+    >>> schema = {"type": "object", "properties": {"a": {"$ref": "#/$defs/n"}, "b": {}}, "required": ["a"]}
+    >>> fitting(schema, {"$defs": {"n": {"anyOf": [{"type": "integer", "minimum": 3}]}}})
+    {'a': 3}
+    """
+    if not isinstance(schema, dict):
+        return "x"
+    if "$ref" in schema:
+        path = schema["$ref"].removeprefix("#/").split("/")
+        return fitting(reduce(lambda found, part: found.get(part, {}), path, root), root)
+    for choices in ("enum", "examples"):
+        if schema.get(choices):
+            return schema[choices][0]
+    for choices in ("anyOf", "oneOf", "allOf"):
+        if schema.get(choices):
+            # a reference may come back to here
+            return fitting(min(schema[choices], key=lambda each: "$ref" in each), root)
+    kinds = schema.get("type", "object" if "properties" in schema else "string")
+    kind = kinds if isinstance(kinds, str) else kinds[0]
+    if kind == "object":
+        given = schema.get("properties", {})
+        names = schema.get("required", given if schema is root else ())
+        return {name: fitting(given.get(name), root) for name in names}
+    if kind == "array":
+        return [fitting(schema.get("items"), root)] * schema.get("minItems", 0)
+    number = schema.get("minimum", 1)
+    simple = {"integer": number, "number": number, "boolean": True, "null": None}
+    return schema.get("const", simple.get(kind, "x" * schema.get("minLength", 1)))
+
+
 def make_agents(job: Job, run_dir: Path) -> Agents:
     """Make what the sessions of a run share; run_dir: of sessions.jsonl and the directories of commands."""
     settings, parser = job.config.agent, make_parser(job.config, job.tokenizer)
@@ -167,16 +243,19 @@ def make_agents(job: Job, run_dir: Path) -> Agents:
         settings=settings,
         sessions=session_settings(job.config, job.hf, job.tokenizer, parser),
         endpoint=make_chat_endpoint(settings),
-        run=_runner(settings, run_dir),
+        run=runner(settings, run_dir),
         name=settings.named,
         record=record,
         close=parser.close,
+        other_parsers=parser.others,
     )
 
 
-def make_chat_endpoint(settings: AgentSection) -> ChatEndpoint:
+def make_chat_endpoint(
+    settings: AgentSection, kind: type[ChatEndpoint] = ChatEndpoint
+) -> ChatEndpoint:
     """Make the chat endpoint of all sessions; it belongs to the event loop that opens it."""
-    return ChatEndpoint(
+    return kind(
         host=settings.agent_host,
         port=settings.agent_port,
         max_parallel=settings.agent_max_parallel,
@@ -187,13 +266,16 @@ def make_chat_endpoint(settings: AgentSection) -> ChatEndpoint:
     )
 
 
-def _runner(settings: AgentSection, run_dir: Path) -> Callable[[Access, Prompt], Awaitable[Any]]:
+Run = Callable[[Access, Prompt, bytearray], Awaitable[Any]]
+
+
+def runner(settings: AgentSection, run_dir: Path) -> Run:
     """Return what lets the agent work on a prompt; run_dir: of the directories of commands."""
     if settings.agent_command is None:
         return _function(settings)
     command, room = shlex.split(settings.agent_command), run_dir / "agents"
 
-    async def run(access: Access, prompt: Prompt) -> Any:
+    async def run(access: Access, prompt: Prompt, output: bytearray) -> Any:
         room.mkdir(exist_ok=True)
         with TemporaryDirectory(dir=room, ignore_cleanup_errors=True) as directory:
             return await run_command(
@@ -203,18 +285,19 @@ def _runner(settings: AgentSection, run_dir: Path) -> Callable[[Access, Prompt],
                 Path(directory),
                 timeout_s=settings.agent_timeout_s,
                 env_names=settings.agent_env,
+                output=output,
             )
 
     return run
 
 
-def _function(settings: AgentSection) -> Callable[[Access, Prompt], Awaitable[Any]]:
+def _function(settings: AgentSection) -> Run:
     """Return what runs the function of --agent in an event loop of its own, where it may block its like only."""
     function, loop = get_agent(settings.agent), EnvironmentLoop("--agent-timeout-s")
     # a line for each call of the model
     logging.getLogger("httpx").setLevel(logging.WARNING)
 
-    async def run(access: Access, prompt: Prompt) -> Any:
+    async def run(access: Access, prompt: Prompt, output: bytearray) -> Any:
         task = AgentTask(
             access.base_url,
             access.key,
@@ -223,9 +306,8 @@ def _function(settings: AgentSection) -> Callable[[Access, Prompt], Awaitable[An
             dict(prompt.metadata),
             access.model,
         )
-        what = f"prompt {prompt.prompt_id}: the agent"
         try:
-            return await loop.ask(lambda: function(task), what, settings.agent_timeout_s)
+            return await loop.ask(lambda: function(task), "the agent", settings.agent_timeout_s)
         except ValueError as error:
             raise AgentFailed(str(error)) from error
 

@@ -99,6 +99,11 @@ def show_dry_run(config: RunConfig, world_size: int, num_ranks: int | None = Non
         warnings = job.warnings
         lines = [*would_run(job, world_size), *job.first_prompt, *job.other_prompts]
         longest = job.longest_prompt
+        if config.agent.named is not None:
+            from r3train.launch.agent_check import try_session
+
+            found, failed = try_session(config, job.prompts[0])
+            lines, warnings = [*lines, *found], (*warnings, *failed)
         job.close()
     if config.run.estimate:
         lines += dry_run_lines(config, world_size, gpus_here()[1], longest)

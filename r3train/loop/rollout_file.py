@@ -27,7 +27,7 @@ HAS_BUFFER = "has_buffer"  # among a checkpoint's facts
 TEMPERATURE = "rollout_temperature"  # among a file's facts; older files lack it
 _FORMAT = "r3train-samples-1"
 # each prompt is written once; its fields are arrays over the file's prompts
-_NOT_IN_FILES = ("prompt", "decoded", "decoded_masks", "decoded_indexer")
+_NOT_IN_FILES = ("prompt", "decoded", "decoded_masks", "decoded_indexer", "conversation")
 
 
 def write_samples(path: Path, samples: Sequence[Scored], facts: Mapping[str, Any]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
@@ -14,6 +16,8 @@ from r3train.algo.reward_stats import GroupStats
 from r3train.config import RunConfig
 from r3train.observe.metrics import MetricsWriter
 from r3train.types import RolloutSample, RowClass, TrainSample
+
+logger = logging.getLogger(__name__)
 
 _METRICS_OF_REWARDS = (
     "rollout/reward_",
@@ -37,6 +41,8 @@ def report_rollout(
     counts: the source's now, and at the rollout before.
     """
     writer.write_samples(rollout_id, samples_to_report(samples))
+    if text := shared_failure(counts.get("agent", {}), counts_before.get("agent", {})):
+        logger.warning("step %d: %s", rollout_id, text)
     turns = config.rollout.environment is not None
     keys = config.algorithm.reward_keys
     metrics = rollout_metrics(rollout_id, groups, samples, turns=turns, reward_keys=keys)
@@ -209,43 +215,55 @@ def draft_metrics(since: Callable[[str], float]) -> dict[str, float]:
     }
 
 
+_SUMS = (
+    "failures refused unread_calls undelivered cut_tokens special_in_text retries_joined".split()
+)
+
+
 def agent_metrics(now: Mapping[str, float], before: Mapping[str, float]) -> dict[str, Any]:
     """Metrics of the sessions that ended since the last step, from the sums over all sessions then and now."""
-    since = {
-        key: value - before.get(key, 0) for key, value in now.items() if key != "session_s_max"
-    }
+    sums = now.keys() - {"session_s_max", "causes"}
+    since = {key: now[key] - before.get(key, 0) for key in sums}
     sessions = since.get("sessions", 0)
     if not sessions:
         return {}
-    ignored = {f"agent/{key}": n for key, n in since.items() if key.startswith("ignored_")}
+    named = {f"agent/{key}": since[key] for key in sums if key.startswith(("ignored_", "refused_"))}
     return {
         "agent/sessions": sessions,
         **{
             f"agent/{key}_mean": since.get(key, 0) / sessions
-            for key in ("calls", "chains", "roots", "forks")
+            for key in ("calls", "chains", "roots", "forks", "tool_calls")
         },
-        **{
-            f"agent/{key}": since.get(key, 0)
-            for key in (
-                "failures",
-                "undelivered",
-                "cut_tokens",
-                "special_in_text",
-                "retries_joined",
-            )
-        },
-        "agent/cut_by_client": since.get("cut_by_client", 0) / max(since["calls"], 1),
+        **{f"agent/{key}": since.get(key, 0) for key in _SUMS},
+        "agent/cut_by_client": since.get("cut_by_client", 0) / max(since.get("calls", 0), 1),
         "agent/template_differs": since.get("template_differs", 0) / max(since.get("chains", 0), 1),
         "agent/reprompted_share": since["prompt_again"] / max(since["tokens"], 1),
         "agent/session_s_mean": since["seconds"] / sessions,
         "agent/session_s_max": now["session_s_max"],
         "agent/harness_s_share": 1 - since["called_s"] / max(since["seconds"], 1e-9),
-        **ignored,
+        **named,
     }
 
 
+def shared_failure(now: Mapping[str, Any], before: Mapping[str, Any]) -> str:
+    """The commonest cause, in words, where all sessions that ended since the last step failed; "" where one did not."""
+    sessions, failures = (now.get(k, 0) - before.get(k, 0) for k in ("sessions", "failures"))
+    if not sessions or failures < sessions:
+        return ""
+    causes = Counter(now["causes"]) - Counter(before.get("causes", {}))
+    cause, count = causes.most_common(1)[0]
+    return f"all {sessions} sessions of agents failed, {count} of them so: {cause}"
+
+
 def samples_to_report(samples: Sequence[TrainSample]) -> list[dict[str, Any]]:
-    """The lowest reward, the slowest to generate and the highest reward, with their text."""
+    """The lowest reward, the slowest to generate and the highest reward, with their text.
+
+    Those of agents have the conversations of their sessions, a sample each.
+    """
+    sessions: dict[int | None, list[Sequence[str]]] = {}
+    for s in samples:
+        if s.sample.conversation:
+            sessions.setdefault(s.sample.trajectory_id, []).append(s.sample.conversation)
     picked = {
         "worst": min(samples, key=lambda s: s.reward),
         "slowest": max(samples, key=lambda s: (s.sample.generation_s, s.sample.response_len)),
@@ -264,11 +282,19 @@ def samples_to_report(samples: Sequence[TrainSample]) -> list[dict[str, Any]]:
             "label": _short(s.sample.prompt.label),
             "metadata": _short(s.sample.prompt.metadata),
             "text": s.sample.text[:_TEXT],
+            **_conversations(sessions.get(s.sample.trajectory_id, ())),
         }
         for kind, s in picked.items()
     ]
 
 
+def _conversations(found: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """The last conversations of a session; a session of many has the number of those before."""
+    left = max(len(found) - _MOST_CONVERSATIONS, 0)
+    return {"conversations": found[left:], "left_out": left} if found else {}
+
+
+_MOST_CONVERSATIONS = 4
 # characters of a text: enough to see what went wrong, and megabytes a run at most
 _TEXT = 2000
 

@@ -255,6 +255,8 @@ def _run_ids(checkpoint: Path, run_dir: Path) -> dict[str, str]:
 
 def _rows(samples: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Any, ...]]:
     for sample in samples:
+        if talks := sample.get("conversations"):  # whole, in the place of the last answer
+            sample = {**sample, "text": "\n\n".join(map("\n".join, talks))}
         values = (sample.get(column) for column in _COLUMNS)
         yield tuple(
             value if isinstance(value, (str, int, float)) else json.dumps(value, default=str)

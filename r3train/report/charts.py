@@ -79,6 +79,12 @@ CHARTS = (
         stacked=True,
         total="perf/step_s",
     ),
+    ChartRow("Agents' sessions", ("agent/sessions", "agent/failures"), "dashed: failed"),
+    ChartRow("Agents' calls", ("agent/calls_mean", "agent/tool_calls_mean"), "dashed: of tools"),
+    ChartRow("Agents' time", ("agent/session_s_mean", "agent/session_s_max"), "s; dashed: longest"),
+    ChartRow("Agents' samples", ("agent/roots_mean", "agent/forks_mean"), "roots; dashed: forks"),
+    ChartRow("Agents' refusals", ("agent/refused",), "requests", zeros=False),
+    ChartRow("Agents' unread calls", ("agent/unread_calls",), "answers", zeros=False),
     ChartRow("Throughput", ("perf/tokens_per_s",), "generated tokens per second"),
 )
 

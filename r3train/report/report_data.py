@@ -35,6 +35,8 @@ class Sample(msgspec.Struct, frozen=True):
     finish_reason: str = ""
     prompt: str = ""
     label: Any = None  # any JSON value
+    conversations: list[list[str]] = []  # of an agent's session
+    left_out: int = 0  # those before
 
 
 @dataclass

@@ -10,7 +10,7 @@ from pathlib import Path
 from collections.abc import Sequence
 from typing import Any
 
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, NotFoundError
 
 from r3train.chat.base import AgentTask, Parsed
 
@@ -82,6 +82,18 @@ async def branching(task: AgentTask, step: int = 1) -> float:
     )
     await client.responses.create(model="r3", input="name", max_output_tokens=4)
     return reward
+
+
+async def fails(task: AgentTask) -> float:
+    """Fail after an answer and a request for what there is not."""
+    async with _client(task) as client:
+        messages = [{"role": "user", "content": task.prompt}]
+        await client.chat.completions.create(model="r3", messages=messages, max_tokens=4)
+        try:
+            await client.embeddings.create(model="r3", input="x")
+        except NotFoundError:
+            raise RuntimeError("no embeddings") from None
+    return 1.0
 
 
 async def run_or_branch(task: AgentTask) -> float:

@@ -85,6 +85,14 @@ def test_a_job_trains_on_sessions_with_updates_between_their_turns(flags, tmp_pa
     ended = [m for m in metrics if "agent/sessions" in m]  # in a step all may have ended before
     assert ended and all(0 <= m["agent/forks_mean"] <= 1 for m in ended)
     assert any(0 < m["agent/forks_mean"] and 0 < m["agent/reprompted_share"] < 1 for m in ended)
+    assert all(m["agent/tool_calls_mean"] > 0 and m["agent/refused"] == 0 for m in ended)
+    assert all(s["requests"][0]["request"] == "POST /v1/chat/completions" for s in sessions)
+    rows = list(map(json.loads, (job.run_dir / "samples.jsonl").read_text().splitlines()))
+    assert len(rows) == 3 * STEPS and {len(row["conversations"]) for row in rows} <= {1, 4}
+    for whole in (row["conversations"][0] for row in rows if len(row["conversations"]) == 1):
+        turns = [text.partition(":")[0] for text in whole]
+        assert turns[:3] == ["user", "assistant", "tool"] and turns.count("assistant") == TURNS
+        assert "calls make " in whole[1] and whole[1].endswith(f'{{"a": "{whole[2][6:]}"}}')
     audit = audit_run(job.run_dir)
     assert audit.claims == dict.fromkeys((*CLAIMS, SERVED, CUSTODY), "passed"), audit.findings
     assert audit.numbers["custody"]["sessions"] == 16 * STEPS
@@ -131,6 +139,25 @@ def test_a_job_whose_sessions_lose_or_double_tokens_ends(bug, flags, tmp_path, m
     )
     assert job.code != 0
     assert re.search(CAUGHT[bug], " ".join(job.output.split())), job.output
+
+
+def test_a_failure_of_all_sessions_is_one_line_on_the_screen_though_the_run_goes_on(
+    flags, tmp_path
+):
+    """The refusals are in the metrics and in sessions.jsonl, each with its path."""
+    agent = "--agent tests.e2e.scripted_agent:fails --agent-on-failure train --num-rollout 1"
+    parsers = "--agent-tool-call-parser none --agent-reasoning-parser none"
+    job = jobs.run(tmp_path / "run", *flags, *f"{agent} {parsers}".split())
+    assert job.code == 0, job.output
+    [line] = [line for line in job.output.splitlines() if "sessions of agents failed" in line]
+    [metrics] = job.metrics()
+    ended = metrics["agent/sessions"]
+    assert f"all {ended} " in line and f" {ended} of them" in line and "no embeddings" in line
+    assert metrics["agent/failures"] == ended == metrics["agent/refused"]
+    assert metrics["agent/refused_not_found"] == ended
+    for text in (job.run_dir / "sessions.jsonl").read_text().splitlines():
+        [_, refused] = json.loads(text)["requests"]
+        assert (refused["request"], refused["status"]) == ("POST /v1/embeddings", 404)
 
 
 def test_a_command_makes_rollouts_and_evaluations_and_groups_at_which_it_fails_are_replaced(

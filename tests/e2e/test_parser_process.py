@@ -144,3 +144,17 @@ def test_a_parser_that_catches_all_that_it_can_is_ended_too(monkeypatch):
         assert within_limit(lambda text, tools: Parsed(text), "x", []) == Parsed("x")
     finally:
         signal.signal(signal.SIGPROF, before)
+
+
+@pytest.mark.parametrize("own", ["qwen25", "none"])
+async def test_other_parsers_are_compared_by_the_calls_that_they_read(own):
+    """qwen25 wants newlines that hermes does without; one text would take the pythonic parser an hour."""
+    parser = Parser(own, "none", _Tokenizer(), {})
+    unread = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    try:
+        found = await parser.others([(unread, _TOOLS), (_ENDLESS, _TOOLS), ("no call", _TOOLS)])
+        assert found["hermes"] == 1 and "qwen25" not in found and "pythonic" not in found
+        assert not await parser.others([("no call", _TOOLS)])
+        assert not (await parser(unread, _TOOLS)).calls
+    finally:
+        parser.close()

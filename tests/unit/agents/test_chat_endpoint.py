@@ -4,6 +4,7 @@ import asyncio
 import gc
 import gzip
 import resource
+from dataclasses import replace
 
 import aiohttp
 import openai
@@ -455,7 +456,11 @@ async def test_a_bad_body_is_refused_in_openais_form(body, headers, status, what
         got, answer = await _post(access, body, headers=headers)
         assert got == status and what in answer["error"]["message"]
         assert (await _post(access))[0] == 200
-        assert endpoint.stats() == {"refused": 1, "answers": 1}
+        assert endpoint.stats() == {"refused": 1, "refused_body": 1, "answers": 1}
+        refused, answered = endpoint.requests(access.key)
+        assert refused["request"] == "POST /v1/chat/completions" and what in refused["first"]
+        assert (refused["status"], refused["reason"], refused["count"]) == (status, "body", 1)
+        assert (answered["status"], answered["reason"], answered["count"]) == (200, "", 1)
 
 
 async def test_a_body_that_breaks_off_holds_no_slot():
@@ -640,3 +645,29 @@ async def test_connections_above_a_quarter_of_the_open_files_are_refused_and_ses
             await asyncio.gather(*ends, return_exceptions=True)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+async def test_refusals_are_kept_by_path_status_and_reason_in_their_session_alone():
+    script = Script(ChatRefused(503, "aborted", "ask again"), begins=True)
+    async with opened(script, strict=True) as (endpoint, access):
+        other = await endpoint.open(Script())
+        fields = {"messages": [{"role": "user", "content": "hi"}]}
+        for body in ({"messages": []}, fields | {"n": 2}, fields | {"n": 3}, fields):
+            await _post(access, orjson.dumps(body))
+        await _post(replace(access, key="sk-unknown"))
+        async with aiohttp.ClientSession() as client:
+            for number in range(40):
+                headers = {"Authorization": f"Bearer {access.key}"}
+                await client.get(f"{access.base_url}/{number}", headers=headers)
+        found = {(r["request"], r["status"], r["reason"]): r for r in endpoint.requests(access.key)}
+        chat = "POST /v1/chat/completions"
+        assert found[chat, 400, "messages"]["count"] == found[chat, 503, "aborted"]["count"] == 1
+        assert (
+            found[chat, 400, "n"]["count"] == 2 and "n 2 is not" in found[chat, 400, "n"]["first"]
+        )
+        # the number of paths is bounded, not what they count
+        assert len(found) < 40 and sum(r["count"] for r in found.values()) == 44
+        assert endpoint.requests(other.key) == []
+        counts = endpoint.stats()
+        assert counts["refused"] == 45 and counts["refused_invalid_api_key"] == 1
+        assert counts["refused_not_found"] == 40 and counts["refused_n"] == 2

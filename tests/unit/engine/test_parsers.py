@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from r3train.chat.base import Parsed
-from r3train.engine.parsers import _known_calls, make_parse
+from r3train.engine.parsers import known_calls, make_parse
 from r3train.user_code import UserCodeFailed
 
 _TOOLS = [
@@ -218,7 +218,7 @@ _MARKS = (
 _TEXTS = st.lists(st.sampled_from(_MARKS) | st.text(max_size=4), max_size=12).map("".join)
 
 
-@pytest.mark.parametrize("name", _known_calls())
+@pytest.mark.parametrize("name", known_calls())
 def test_no_text_makes_a_parser_raise(name):
     parse = _parse(name, "qwen3")
 

@@ -8,7 +8,7 @@ import threading
 from dataclasses import dataclass
 
 import pytest
-from tests.unit.generation.session_play import assert_sound, Play, PROMPT, user
+from tests.unit.generation.session_play import assert_sound, Play, PROMPT, TOOLS, user
 
 from r3train.chat.base import AgentFailed, ChatRefused, ChatRequest
 from r3train.config.agent_settings import AgentSection
@@ -32,6 +32,7 @@ class ChatEndpoint:
     def __init__(self) -> None:
         self.open_keys: set[str] = set()
         self.tasks: list[asyncio.Task] = []
+        self.asked: list[dict] = []
 
     async def open(self, answer, take_reward=None, count=None) -> Access:
         self.open_keys.add("k")
@@ -44,10 +45,13 @@ class ChatEndpoint:
         await asyncio.gather(*self.tasks, return_exceptions=True)
         return {"r3train": 1, "gpt-4.1": 2}
 
+    def requests(self, key: str) -> list[dict]:
+        return self.asked
+
     async def stop(self) -> None: ...
 
     def stats(self) -> dict[str, int]:
-        return {"retries_joined": 0}
+        return {"retries_joined": 0, "refused": 7, "refused_not_found": 7}
 
 
 async def ask(access: Access, *messages: dict, **more) -> dict:
@@ -62,8 +66,8 @@ def play(run, *, evaluates=False, **settings):
     records: list[dict] = []
     endpoint = ChatEndpoint()
 
-    async def with_endpoint(access, prompt):
-        access.endpoint = endpoint
+    async def with_endpoint(access, prompt, output):
+        access.endpoint, access.output = endpoint, output
         return await run(access)
 
     agents = Agents(
@@ -258,3 +262,133 @@ def test_forks_at_a_stop_token_of_no_template_are_said_once_with_their_cost(
     assert len(warned) == said and all("8 of 16 calls" in text for text in warned)
     shares = [re.search(r"(\d+)% of", text) for text in warned]
     assert all(0 < int(share[1]) < 50 for share in shares)
+
+
+REFUSED = {"request": "POST /v1/embeddings", "status": 404, "reason": "not_found"}
+ANSWERED = {"request": "GET /v1/models", "status": 200, "reason": "", "count": 1, "first": ""}
+
+
+def test_an_agent_without_a_call_is_quoted_with_its_refusals_and_its_last_lines():
+    async def swallows(access) -> float:
+        access.endpoint.asked = [ANSWERED, {**REFUSED, "count": 6, "first": "no such path"}]
+        access.output += b"x" * 100_000 + b"\nTraceback\nError code: 404\n"
+        return 0.0
+
+    made = play(swallows, agent_on_failure="train")
+    with pytest.raises(EpisodeDropped, match="POST /v1/embeddings 404 ×6 .no such path") as dropped:
+        made.outcome()
+    assert str(dropped.value).endswith("Traceback\nError code: 404")
+    assert "6 requests were refused" in str(dropped.value) and len(str(dropped.value)) < 3000
+    [record] = made.records
+    assert record["requests"][1]["count"] == 6 and record["last_lines"][-1] == "Error code: 404"
+    [(cause, count)] = made.agents.stats()["agent"]["causes"].items()
+    assert cause.endswith("Error code: 404") and count == 1
+
+
+def test_requests_with_a_wrong_key_are_said_of_the_agent_that_made_no_call(monkeypatch):
+    counts = {}
+    monkeypatch.setattr(ChatEndpoint, "stats", lambda self: dict(counts))
+
+    async def has_a_wrong_key(access) -> float:
+        counts["refused_invalid_api_key"] = 3
+        return 0.0
+
+    with pytest.raises(ValueError, match="3 requests were refused: 401 ×3"):
+        play(has_a_wrong_key).outcome()
+
+
+def test_an_agent_that_took_no_answer_is_told_from_one_that_never_called():
+    async def leaves(access) -> float:
+        await access.answer(ChatRequest([user("go")], b""))
+        return 0.0
+
+    with pytest.raises(ValueError, match="it took none of its 1 answers"):
+        play(leaves).outcome()
+
+
+def test_the_last_lines_of_a_session_that_ends_well_are_kept():
+    async def prints(access) -> float:
+        access.output += b"".join(b"line %d\n" % number for number in range(1000))
+        return await answers(access)
+
+    made = play(prints)
+    made.outcome()
+    assert made.records[0]["last_lines"] == [f"line {number}" for number in range(990, 1000)]
+
+
+def test_refusals_of_the_endpoint_are_in_the_counts_of_a_run():
+    counts = play(answers).agents.stats()["agent"]
+    assert counts["refused"] == counts["refused_not_found"] == 7
+
+
+UNREAD, READ = '<tool_call>{"name": "add"}</tool_call><|end|>', 'so [add {"a": 1}]<|end|>'
+
+
+def sessions_of(*answers_of_model: str, tools=TOOLS, parsers=None):
+    """One session for each answer; returns the play, and the answers that other parsers were asked to read."""
+    asked: list = []
+
+    async def others(unread) -> dict[str, int]:
+        asked.append(list(unread))
+        return parsers or {}
+
+    async def asks(access) -> float:
+        await ask(access, user("add"), tools=tools)
+        return 1.0
+
+    made = play(asks, agent_tool_call_parser="qwen25")
+    made.agents.other_parsers = others
+    for text in answers_of_model:
+        made.engine.answers = [text]
+        made.outcome()
+    return made, asked
+
+
+def test_calls_that_are_read_and_answers_that_only_look_like_calls_are_counted():
+    made, _ = sessions_of(READ, UNREAD, "three<|end|>")
+    found = [(r["tool_calls"], r["unread_calls"], r["with_tools"]) for r in made.records]
+    assert found == [(1, 0, 1), (0, 1, 1), (0, 0, 1)]
+    counts = made.agents.stats()["agent"]
+    assert (counts["tool_calls"], counts["unread_calls"]) == (1, 1)
+    made, _ = sessions_of(UNREAD, tools=())
+    assert made.records[0]["unread_calls"] == 0
+
+
+def test_a_run_whose_parser_reads_no_call_is_told_once_of_one_that_does(caplog):
+    made, asked = sessions_of(*[UNREAD] * 40, parsers={"hermes": 4, "mimo": 1, "trinity": 4})
+    [record] = [r for r in caplog.records if "qwen25" in r.getMessage()]
+    assert "hermes and trinity can read 4 of 4" in record.getMessage()
+    [unread] = asked
+    assert [text for text, _ in unread] == [UNREAD.removesuffix("<|end|>")] * 4
+    assert all(list(tools) == list(TOOLS) for _, tools in unread)
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        [READ, *[UNREAD] * 40],  # one is read
+        ["three<|end|>"] * 40,  # nothing looks like a call
+        [UNREAD] * 15,  # not many
+    ],
+    ids=["one read", "no call", "few"],
+)
+def test_a_parser_that_may_be_right_is_not_warned_of(texts, caplog):
+    _, asked = sessions_of(*texts)
+    assert asked == [] and not [r for r in caplog.records if "qwen25" in r.getMessage()]
+
+
+def test_a_parser_that_nothing_replaces_is_told_of_too(caplog):
+    sessions_of(*[UNREAD] * 20)
+    assert any("none reads them" in r.getMessage() for r in caplog.records)
+
+
+def test_other_parsers_that_cannot_be_asked_end_no_session(caplog):
+    async def raises(answers):
+        raise RuntimeError("the process of the parsers has ended")
+
+    made, _ = sessions_of(*[UNREAD] * 15)
+    made.agents.other_parsers = raises
+    for _ in range(2):
+        made.engine.answers = [UNREAD]
+        assert made.outcome()[1] == 1.0
+    assert any("parsers has ended" in r.getMessage() for r in caplog.records)

@@ -65,7 +65,7 @@ def producer_of(engine, agent, *, most=4, recheck_share=0.0, on_failure="error",
     sampling = SamplingParams(500)
     settings = replace(play.settings, max_context_len=2000, max_calls=CALLS)
 
-    async def run(access, prompt):
+    async def run(access, prompt, output):
         access.prompt = prompt
         return await agent(access)
 

@@ -17,6 +17,7 @@ from tests.unit.data.test_session_templates import CHATML
 from tests.unit.generation.session_play import assert_sound, Play, TOOLS, user, without
 
 from r3train.chat.base import ChatRefused, ChatRequest, Parsed
+from r3train.chat.messages import shown
 from r3train.engine.backend import EngineError, SamplingParams
 
 CALL = '(hm)I add [add {"a": 1, "b": 2.0}]<|end|>'
@@ -698,3 +699,45 @@ async def test_a_stop_token_that_the_template_does_not_write_is_told_with_what_i
     assert play.session.stop_token == end and play.session.counts["stop_token_forks"] == 2
     again = first.end + second.end - 2
     assert play.session.counts["stop_token_again"] == again
+
+
+def test_a_sample_has_its_whole_conversation_with_the_answers_as_the_model_gave_them():
+    made = Play()
+
+    async def agent() -> None:
+        made.engine.answers = ['(why) so [add {"a": 1}]<|end|>', "three<|end|>", "four<|end|>"]
+        messages = [user("add")]
+        messages.append(without(await made.ask(messages, tools=TOOLS), "reasoning_content"))
+        call = messages[-1]["tool_calls"][0]["id"]
+        messages.append({"role": "tool", "tool_call_id": call, "content": "it is 3"})
+        await made.ask(messages, tools=TOOLS)
+        await made.ask([user("other")])
+
+    asyncio.run(agent())
+    first, second = (sample.conversation for sample in made.session.samples())
+    assert first[:1] == ("user: add",) and first[2:] == ("tool: it is 3", "assistant: three")
+    assert first[1].splitlines() == ["assistant: (why)", " so ", 'calls add {"a": 1}']
+    assert second == ("user: other", "assistant: four")
+
+
+def test_an_answer_that_nobody_took_is_in_no_conversation_and_a_fork_has_its_own():
+    made = Play()
+
+    async def agent() -> None:
+        made.engine.answers = [f"{word}<|end|>" for word in ("one", "two", "three")]
+        begun = [user("go")]
+        begun.append(await made.ask(begun))
+        await made.ask([*begun, user("lost")], delivered=False)
+        await made.ask([*begun, user("on")])
+
+    asyncio.run(agent())
+    found = [sample.conversation for sample in made.session.samples()]
+    whole = ("user: go", "assistant: one", "user: on", "assistant: three")
+    assert found == [whole[:2], whole]
+
+
+def test_a_long_conversation_says_what_it_leaves_out():
+    messages = [user(f"{number}" + "x" * 5000 * (number == 1)) for number in range(100)]
+    texts = shown(messages)
+    assert texts[0] == "user: 0" and texts[-1] == "user: 99" and len(texts) < 30
+    assert "(76 messages" in texts[4] and texts[1].endswith("... (4,007 more characters)")

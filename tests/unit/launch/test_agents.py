@@ -22,9 +22,9 @@ from r3train.data.tokenizer import load_tokenizer
 from r3train.engine.backend import Segment
 from r3train.generation import stitch
 from r3train.generation.sessions import Session
-from r3train.launch.agents import _runner, make_parser, rehearse, session_settings
+from r3train.launch.agents import make_parser, rehearse, runner, session_settings
 from r3train.launch.estimate import longest_sample
-from r3train.loop.step_metrics import agent_metrics
+from r3train.loop.step_metrics import agent_metrics, shared_failure
 from r3train.observe.metric_table import row_of
 from r3train.types import Prompt
 from r3train.verify.tiny import build, TinyOptions
@@ -88,9 +88,9 @@ def test_three_turns_of_an_agent_are_rehearsed_and_shown(model):
 
 async def test_a_function_that_blocks_holds_up_no_loop_but_that_of_the_agents():
     """It is told to go on by the loop that asked it."""
-    run = _runner(AgentSection(agent=f"{HERE}:blocks"), Path("none"))
+    run = runner(AgentSection(agent=f"{HERE}:blocks"), Path("none"))
     prompt = Prompt("p", 0, "", np.zeros(1, np.int32), None)
-    working = asyncio.ensure_future(run(Access("http://x/v1", "k"), prompt))
+    working = asyncio.ensure_future(run(Access("http://x/v1", "k"), prompt, bytearray()))
     await asyncio.sleep(0.1)
     MAY_END.set()
     assert await working == 1.0
@@ -216,3 +216,32 @@ def test_the_numbers_of_a_step_are_of_the_sessions_that_ended_in_it():
     assert found["agent/ignored_seed"] == 2 and found["agent/session_s_mean"] == 2.0
     assert all(row_of(key) is not None for key in found)
     assert agent_metrics(now, now) == agent_metrics({}, {}) == {}
+
+
+SUMS = {"sessions": 4, "failures": 4, "causes": {"it raised KeyError": 4}}
+
+
+@pytest.mark.parametrize(
+    "now, said",
+    [
+        (
+            {"sessions": 8, "failures": 8, "causes": {"it raised KeyError": 5, "late": 3}},
+            "all 4 sessions of agents failed, 3 of them so: late",
+        ),
+        ({"sessions": 8, "failures": 7, "causes": {"it raised KeyError": 4, "late": 3}}, ""),
+        (SUMS, ""),
+    ],
+    ids=["all of this step", "one worked", "none ended"],
+)
+def test_a_failure_is_told_of_a_step_whose_sessions_all_failed(now, said):
+    assert shared_failure(now, SUMS) == said and shared_failure({}, {}) == ""
+
+
+def test_refusals_and_calls_of_a_step_have_metrics_with_a_row_each():
+    before = {"sessions": 1, "refused": 2, "prompt_again": 0, "tokens": 1, "called_s": 1.0}
+    before |= {"seconds": 1.0, "causes": {}, "session_s_max": 1.0}
+    now = before | {"sessions": 3, "refused": 7, "refused_n": 5, "tool_calls": 6, "unread_calls": 4}
+    found = agent_metrics(now, before)
+    assert (found["agent/refused"], found["agent/refused_n"]) == (5, 5)
+    assert (found["agent/tool_calls_mean"], found["agent/unread_calls"]) == (3, 4)
+    assert all(row_of(key) is not None for key in found)

@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -264,3 +265,30 @@ def test_a_sample_holds_label_and_metadata_however_large_or_odd():
     rows = samples_to_report([TrainSample(made, 1.0, np.zeros(6, np.float32))])
     assert rows[0]["metadata"] == {"day": "a"} and len(rows[0]["label"]) < 2100
     json.dumps(rows)
+
+
+def of_session(session: int, *conversation: str):
+    made = replace(sample("the last answer"), trajectory_id=session, conversation=conversation)
+    return TrainSample(made, float(session), np.zeros(6, np.float32))
+
+
+def test_the_samples_of_an_agent_show_all_conversations_of_their_session():
+    first = [of_session(0, "user: add", "assistant: calls add {}", "tool: 3", "assistant: three")]
+    second = [of_session(1, f"user: {number}", "assistant: four") for number in range(6)]
+    worst, _, best = samples_to_report([second[0], first[0], *second[1:]])
+    assert worst["conversations"] == [first[0].sample.conversation] and worst["left_out"] == 0
+    shown = [conversation[0] for conversation in best["conversations"]]
+    assert shown == ["user: 2", "user: 3", "user: 4", "user: 5"] and best["left_out"] == 2
+    assert "conversations" not in samples_to_report([of_session(0)])[0]
+
+
+def test_a_tracker_shows_the_conversations_in_the_place_of_the_last_answer(tmp_path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    rows = samples_to_report([of_session(1, "user: add", "tool: 3"), of_session(1, "user: or")])
+    with MetricsWriter(tmp_path, tensorboard=True) as writer:
+        writer.write_samples(3, rows)
+    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    (event,) = events.Tensors("samples/text_summary")
+    text = event.tensor_proto.string_val[0].decode()
+    assert "user: add<br>tool: 3<br><br>user: or" in text and "the last answer" not in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -268,3 +269,45 @@ def test_thousands_of_steps_become_at_most_a_thousand_points(tmp_path):
     assert len(points) == 1000 and points[0] == (49.5, 1.0)
     page = page_of(with_steps(tmp_path / "run", 3000, rollout__reward_mean=0.5))
     assert len(page.lines("Reward")["run"]) == 1000 and len(page.text) < 80_000
+
+
+# -- agents --------------------------------------------------------------------------------------
+
+
+AGENT = {"sessions": 16, "failures": 2, "calls_mean": 3, "tool_calls_mean": 2, "session_s_mean": 4}
+AGENT |= {"session_s_max": 9, "roots_mean": 1, "forks_mean": 0.5, "refused": 3, "unread_calls": 1}
+
+
+def test_a_run_of_agents_has_charts_of_its_sessions_and_another_has_none(tmp_path):
+    run = with_steps(tmp_path / "run", 3, **{f"agent__{key}": n for key, n in AGENT.items()})
+    page = page_of(run)
+    found = {title for title in page.figures if title.startswith("Agents")}
+    assert len(found) == 6
+    assert page.lines("Agents' refusals")["run"] == [(0, 3), (1, 3), (2, 3)]
+    assert page.lines("Agents' samples")["run, forks_mean"][0] == (0, 0.5)
+    sound = {f"agent__{key}": n for key, n in (AGENT | {"refused": 0, "unread_calls": 0}).items()}
+    assert "Agents' refusals" not in page_of(with_steps(tmp_path / "sound", 3, **sound)).figures
+    plain = page_of(with_steps(tmp_path / "plain", 3, rollout__reward_mean=0.5))
+    assert not any(title.startswith("Agents") for title in plain.figures)
+
+
+def test_a_sample_of_an_agent_shows_its_conversations_whole(tmp_path):
+    run = with_steps(tmp_path / "run", 1, rollout__reward_mean=0.5)
+    talks = [["user: add", f"assistant: {EVIL}", "tool: it is 3"], ["user: or", "assistant: four"]]
+    sample = {"kind": "best", "reward": 1.0, "response_len": 3, "text": "not shown twice"}
+    with MetricsWriter(run, tensorboard=False) as metrics:
+        metrics.write_samples(0, [{**sample, "conversations": talks, "left_out": 2}])
+    page = page_of(run)
+    assert "user: add" in page.words and "tool: it is 3 " in page.words and EVIL in page.words
+    assert "assistant: four" in page.words and "not shown twice" not in page.words
+    assert "2 earlier conversations" in page.words and EVIL not in page.text
+
+
+def test_a_conversation_that_is_none_is_told_with_its_line(tmp_path):
+    run = with_steps(tmp_path / "run", 1, rollout__reward_mean=0.5)
+    sample = {"step": 0, "kind": "best", "reward": 1.0, "response_len": 3, "text": ""}
+    (run / "samples.jsonl").write_text(
+        json.dumps(sample | {"conversations": [[{"role": 1}]]}) + "\n"
+    )
+    result = report(run)
+    assert result.exit_code == 2 and "samples.jsonl:1" in result.output
