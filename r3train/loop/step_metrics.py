@@ -234,7 +234,7 @@ def agent_metrics(now: Mapping[str, float], before: Mapping[str, float]) -> dict
                 "retries_joined",
             )
         },
-        "agent/cut_by_client": since.get("cut_by_client", 0) / max(since["calls"], 1),
+        "agent/cut_by_client": since.get("cut_by_client", 0) / max(since.get("calls", 0), 1),
         "agent/template_differs": since.get("template_differs", 0) / max(since.get("chains", 0), 1),
         "agent/reprompted_share": since["prompt_again"] / max(since["tokens"], 1),
         "agent/session_s_mean": since["seconds"] / sessions,

@@ -406,7 +406,7 @@ BUGS = {
             ("history=config.agent.agent_history,", ""),
             ("max_calls=config.agent.agent_max_calls,", ""),
             ("SamplingParams(config.rollout.rollout_max_response_len)", "SamplingParams(16)"),
-            ("max_context_len=context_len(config, hf)", "max_context_len=512"),
+            ("context_len(config, hf)", "512"),
             (
                 "ChatTemplate(tokenizer, config.data)",
                 'ChatTemplate(tokenizer, config.data.model_copy(update={"apply_chat_template_kwargs": {}}))',
