@@ -226,8 +226,8 @@ class RolloutSample:
     indexer_topk: np.ndarray | None = None  # uint64[R, L, W]
     # the same as each answer brought them: (index of the first row, bits); the first part begins at row K
     decoded_indexer: tuple[tuple[int, np.ndarray], ...] = ()
-    # of an agent's session, on its last sample: (sample id, first token, end, crc32 of the tokens up to there)
-    # of each call that was delivered, see chat/token_ledger.py
+    # of an agent's session, on its last sample: (sample id, first token, end, crc32 of the tokens up to there, whether
+    # it was cut) of each call that was delivered, see chat/token_ledger.py
     token_ledger: Sequence[Sequence[int]] | None = None
     # of an agent's session: the messages up to the last answer, as people read them; in no file of samples
     conversation: tuple[str, ...] = ()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import groupby
 
 import numpy as np
 
-from r3train.algo.trajectories import episode_places
+from r3train.algo.trajectories import episode_id, episode_places
+from r3train.chat.token_ledger import without_cut_answers
 from r3train.config.algorithm_settings import AlgorithmSection
 from r3train.types import RolloutSample
 
@@ -38,11 +40,20 @@ def shaped_rewards(
 
 
 def without_truncated(groups: Sequence[Sequence[RolloutSample]]) -> list[list[RolloutSample]]:
-    """Mask every token of the samples that were cut at their longest length (``length``)."""
+    """Mask every token of the samples that were cut at their longest length (``length``).
+
+    Of an agent's samples the answers that were cut alone, each of which has a finish reason of its own.
+    """
     return [
-        [
-            replace(s, loss_mask=np.zeros_like(s.loss_mask)) if s.finish_reason == "length" else s
-            for s in group
-        ]
+        [s for _, steps in groupby(group, key=episode_id) for s in _masked(list(steps))]
         for group in groups
+    ]
+
+
+def _masked(steps: Sequence[RolloutSample]) -> list[RolloutSample]:
+    if steps[-1].token_ledger is not None:
+        return without_cut_answers(steps)
+    return [
+        replace(s, loss_mask=np.zeros_like(s.loss_mask)) if s.finish_reason == "length" else s
+        for s in steps
     ]

@@ -35,6 +35,8 @@ _OTHERS = frozenset(
     "model messages system tools max_tokens stop_sequences stream metadata service_tier output_config"
     " context_management".split()
 )
+# a text of Claude Code for Anthropic's servers, with a nonce: each request would begin another conversation
+_BILLING = "x-anthropic-billing-header:"
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 _ERRORS |= {413: "request_too_large"}
@@ -47,6 +49,7 @@ def read_request(body: bytes, retry_header: str | None = None, strict: bool = Fa
     --agent-strict.
     """
     fields = json_object(body)
+    has_billing = _without_billing(fields)
     if isinstance(config := fields.get("output_config"), dict):
         fields["output_config.format"] = config.get("format")
     choice = fields.get("tool_choice")
@@ -59,9 +62,21 @@ def read_request(body: bytes, retry_header: str | None = None, strict: bool = Fa
         stop=stop_texts(fields.get("stop_sequences"), "stop_sequences"),
         retry=retries_of(retry_header),
         strict=_STRICT if strict else None,
-        ignored=ignored_fields(fields, _IGNORED, _STRICT, _OTHERS),
+        ignored=ignored_fields(fields, _IGNORED, _STRICT, _OTHERS)
+        + ["billing_header"] * has_billing,
         choice="none" if kind == "none" else choice if kind == "tool" else None,
     )
+
+
+def _without_billing(fields: dict[str, Any]) -> bool:
+    """Leave the blocks of Claude Code's billing out of the system's text; tell whether there was one."""
+    blocks = fields.get("system")
+    if not isinstance(blocks, list):
+        return False
+    texts = [block.get("text") if isinstance(block, dict) else None for block in blocks]
+    is_left_out = [isinstance(text, str) and text.startswith(_BILLING) for text in texts]
+    fields["system"] = [block for block, left_out in zip(blocks, is_left_out) if not left_out]
+    return any(is_left_out)
 
 
 def answer_json(answer: ChatAnswer, call: ChatCall) -> bytes:

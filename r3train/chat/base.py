@@ -83,12 +83,14 @@ class AgentTask:
 class Parsed:
     """The parts of an answer's text: the content shown, the reasoning before it, and the calls of tools.
 
-    A call is {"name": str, "arguments": JSON text}.
+    A call is {"name": str, "arguments": JSON text}.  ids: the form of the calls' ids, of {name} and {index}, the
+    call's place among all of the conversation; None: ids at random.
     """
 
     content: str
     reasoning: str | None = None
     calls: tuple[dict[str, str], ...] = ()
+    ids: str | None = None
 
 
 # (text with special tokens but without the stop token, the request's tools) -> what it holds

@@ -135,7 +135,7 @@ class AlgorithmSection(Section):
     """Reward that an answer of rollout_max_response_len tokens loses; a shorter one loses in proportion."""
     mask_truncated: bool = False
     """Do not train on answers that were cut at their longest length; their rewards still count for
-    their group."""
+    their group. Of an agent's sample the answers that were cut lose their loss, the others keep it."""
     loss_aggregation: Literal[
         "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant"
     ] = "token-mean"

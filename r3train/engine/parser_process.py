@@ -173,8 +173,8 @@ class _Process:
         if found is None:
             self._tell(text)
             return Parsed(text)
-        content, reasoning, calls = found
-        return Parsed(content, reasoning, tuple(calls))
+        content, reasoning, calls, ids = found
+        return Parsed(content, reasoning, tuple(calls), ids)
 
     def _tell(self, text: str) -> None:
         if not self._has_warned and not self._closed.is_set():
@@ -217,7 +217,7 @@ def main() -> None:
             found = _compared(request["answers"], _unpacked(setup)[2])
         else:
             parsed = within_limit(parse, *request)
-            found = None if parsed is None else [parsed.content, parsed.reasoning, parsed.calls]
+            found = parsed and [parsed.content, parsed.reasoning, parsed.calls, parsed.ids]
         _send(answers, json.dumps(found).encode())
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,8 @@ from r3train.user_code import find_user_code, quoted, running_user_code
 
 _CALLS_FLAG = "--agent-tool-call-parser"
 _REASONING_FLAG = "--agent-reasoning-parser"
+# ids that are no random ones: SGLang's serving_chat.py, _process_tool_call_id
+_IDS = {"kimi_k2": "functions.{name}:{index}", "kimi_k3": "{name}:{index}"}
 
 
 def make_parse(
@@ -45,7 +48,7 @@ def make_parse(
     def parse(text: str, tools: Sequence[dict[str, Any]]) -> Parsed:
         thought, rest = split(text)
         parsed = read(rest, tools)
-        return parsed if thought is None else Parsed(parsed.content, thought, parsed.calls)
+        return parsed if thought is None else replace(parsed, reasoning=thought)
 
     return parse
 
@@ -125,7 +128,9 @@ def _calls(name: str, tokenizer: Any) -> Parse:
             is_whole = bool(calls) and all(map(_is_call, calls))
         except Exception:  # noqa: BLE001 - whatever the model wrote is an answer
             return Parsed(text)
-        return Parsed(rest or "", None, calls) if is_whole else Parsed(text)
+        if not found:  # a call that was cut is left out, as SGLang's endpoint does
+            return Parsed(rest or "")
+        return Parsed(rest or "", None, calls, _IDS.get(name)) if is_whole else Parsed(text)
 
     return read
 
@@ -146,6 +151,7 @@ def _users(name: str, function: Any, text: str, tools: Sequence[dict[str, Any]])
         parsed = function(text, tools)
         if not isinstance(parsed, Parsed):
             raise ValueError(f"returned {quoted(parsed)}, expected a Parsed")
+        (parsed.ids or "").format(name="", index=0)  # it raises what is wrong with the form
         for call in parsed.calls:
             if not _is_call(call):
                 raise ValueError(

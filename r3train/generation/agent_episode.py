@@ -23,6 +23,8 @@ from r3train.user_code import quoted
 
 logger = logging.getLogger(__name__)
 
+_SAID_FROM = 8  # forks at a stop token that the template does not write
+
 Answer = Callable[[ChatRequest], Awaitable[tuple[ChatAnswer, Callable[[bool], None]]]]
 
 _KEYLESS = "refused_invalid_api_key"
@@ -201,6 +203,7 @@ class AgentEpisode:
             **session.counts,
             "failures": int(failure is not None),
         }
+        was_few = agents.totals["stop_token_forks"] < _SAID_FROM
         agents.totals.update(counts)
         agents.totals.update(
             sessions=1,
@@ -209,6 +212,16 @@ class AgentEpisode:
             prompt_again=again,
             tokens=sum(s.num_tokens for s in samples),
         )
+        if was_few and (forks := agents.totals["stop_token_forks"]) >= _SAID_FROM:
+            logger.warning(
+                "the model ends answers with %r, which the chat template does not write behind them: %d of %d calls"
+                " began a sample of their own, and %.0f%% of the sessions' tokens are prefilled again for it"
+                " (--rollout-stop-token-ids are the tokens that end an answer)",
+                session.settings.decode([session.stop_token]),
+                forks,
+                agents.totals["calls"],
+                100 * agents.totals["stop_token_again"] / agents.totals["tokens"],
+            )
         agents.longest_s = max(agents.longest_s, seconds)
         if failure is not None:
             first, *rest = failure.splitlines() or [""]

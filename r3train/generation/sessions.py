@@ -161,6 +161,9 @@ class Session:
         self.counts: Counter[str] = Counter()
         self.unread: list[Unread] = []  # the first answer that looks like a call and is none
         self.called_s = 0.0  # time with a call in flight
+        self.stop_token: int | None = (
+            None  # one that ended an answer, which the template does not write
+        )
         self._called = 0.0
         self._in_flight = 0
         self._ends: dict[bytes, list[Call]] = {}  # by the digest of all messages up to the answer
@@ -186,7 +189,7 @@ class Session:
             readable = request.tools if request.readable is None else request.readable
             parsed = await self.settings.read(text, readable)
             call, answer = self._complete(place, sample, parsed)
-            self._count_calls(parsed, readable)
+            self._count_calls(text, parsed, readable)
         except ChatRefused:
             raise
         except Exception as error:  # of servers, or the user's parser: the run ends with it
@@ -200,10 +203,15 @@ class Session:
             if place.chain.tip is None:
                 self.chains.remove(place.chain)
         self.counts.update(f"ignored_{name}" for name in request.ignored)
+        reason = _finish(call.finish_reason)
+        is_cut = reason == "length" and call.end - call.start == request.max_tokens
+        self.counts["cut_by_client"] += is_cut
+        new = request.messages[0 if place.parent is None else place.parent.at + 1 :]
+        self.counts["special_in_text"] += self.settings.template.special_in(new)
         return (
             ChatAnswer(
                 call.answer,
-                "tool_calls" if "tool_calls" in answer else _finish(call.finish_reason),
+                "tool_calls" if reason == "stop" and "tool_calls" in answer else reason,
                 prompt_tokens=before,
                 completion_tokens=call.end - call.start,
                 stop_text=stop_text,
@@ -305,6 +313,10 @@ class Session:
         ):
             sample, is_new = stitch.observe(chain.sample, tokens), False
         else:
+            if chain.tip is parent and not chain.busy:  # the template does not write its last token
+                self.stop_token = int(chain.sample.token_ids[rendered.end])
+                self.counts["stop_token_forks"] += 1
+                self.counts["stop_token_again"] += rendered.end
             sample = stitch.forked(chain.sample, rendered.end, tokens, sample_id=self._free_id())
             chain = Chain(sample, "fork", chain.first_prompt)
         place = _Place(request, parent, prefixes[-1], chain, sample, len(tokens), is_new)
@@ -384,9 +396,15 @@ class Session:
         if parsed.reasoning:
             answer["reasoning_content"] = parsed.reasoning
         if parsed.calls:
+            earlier = sum(len(m.get("tool_calls") or ()) for m in place.request.messages)
+            ids = parsed.ids or "call_{random}"
             answer["tool_calls"] = [
-                {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": dict(call)}
-                for call in parsed.calls
+                {
+                    "id": ids.format(name=call["name"], index=index, random=secrets.token_hex(12)),
+                    "type": "function",
+                    "function": dict(call),
+                }
+                for index, call in enumerate(parsed.calls, earlier)
             ]
         chain, start = place.chain, place.sample.num_tokens
         if not chain.calls:
@@ -409,17 +427,22 @@ class Session:
         chain.request = orjson.dumps([list(place.request.messages), list(place.request.tools)])
         chain.calls.append(call)
         self.calls.append(call)
-        self._ends.setdefault(_behind(place.prefix, answer), []).append(call)
+        # some harnesses drop the text next to calls: the calls' ids say whose message it is
+        for text in {parsed.content, ""} if parsed.calls else {parsed.content}:
+            message = answer | {"content": text}
+            self._ends.setdefault(_behind(place.prefix, message), []).append(call)
         return call, answer
 
-    def _count_calls(self, parsed: Parsed, tools: Sequence[dict[str, Any]]) -> None:
+    def _count_calls(self, text: str, parsed: Parsed, tools: Sequence[dict[str, Any]]) -> None:
         """Count the calls that were read in an answer, and an answer that looks like a call and is none."""
-        unread = not parsed.calls and looks_like_call(parsed.content, tools)
+        if parsed.reasoning:
+            text = text.rpartition(parsed.reasoning)[2]
+        unread = not parsed.calls and looks_like_call(text, tools)
         self.counts.update(
             with_tools=int(bool(tools)), tool_calls=len(parsed.calls), unread_calls=int(unread)
         )
         if unread and not self.unread:
-            self.unread.append((parsed.content, tools))
+            self.unread.append((text, tools))
 
     # ---- the end -----------------------------------------------------------------------------------
 

@@ -215,7 +215,9 @@ def draft_metrics(since: Callable[[str], float]) -> dict[str, float]:
     }
 
 
-_SUMS = "failures refused unread_calls undelivered cut_tokens retries_joined".split()
+_SUMS = (
+    "failures refused unread_calls undelivered cut_tokens special_in_text retries_joined".split()
+)
 
 
 def agent_metrics(now: Mapping[str, float], before: Mapping[str, float]) -> dict[str, Any]:
@@ -233,6 +235,7 @@ def agent_metrics(now: Mapping[str, float], before: Mapping[str, float]) -> dict
             for key in ("calls", "chains", "roots", "forks", "tool_calls")
         },
         **{f"agent/{key}": since.get(key, 0) for key in _SUMS},
+        "agent/cut_by_client": since.get("cut_by_client", 0) / max(since.get("calls", 0), 1),
         "agent/template_differs": since.get("template_differs", 0) / max(since.get("chains", 0), 1),
         "agent/reprompted_share": since["prompt_again"] / max(since["tokens"], 1),
         "agent/session_s_mean": since["seconds"] / sessions,

@@ -131,7 +131,8 @@ class StepProof:
         """Rank 0: what the custody of the step's sessions is judged by."""
         if prepared is None:
             return []
-        found = session_ledgers([s.sample for s in prepared.samples])
+        masks = self.config.algorithm.mask_truncated
+        found = session_ledgers([s.sample for s in prepared.samples], masks)
         return [CustodyRecord(c.session, c.calls, c.samples, rollout_id) for c in found]
 
     def _rechecked(

@@ -173,9 +173,11 @@ def test_drained_updates_of_a_colocated_synchronous_run(task, tmp_path):
         "--num-rollout",
         "3",
         *"--colocate --max-weight-staleness 0".split(),
+        *"--mask-truncated --overlong-buffer-len 10 --overlong-penalty-factor 0.5".split(),
     )
     assert job.code == 0, job.output
     metrics = proved(job.run_dir, 3)
+    assert all(m["agent/cut_by_client"] > 0 for m in metrics), "no loss was taken"
     assert max(m["rollout/staleness_max"] for m in metrics) == 0
     assert all(m["train/log_prob_gap_mean"] < 1e-5 for m in metrics)
     assert len(sessions_of(job.run_dir)) == 3 * OF_A_STEP

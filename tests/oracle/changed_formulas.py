@@ -86,7 +86,7 @@ CHANGES = {
         {"length_penalty_coef": 0.4},
     ),
     "whole_answers_masked": Change(
-        "algo.shaping:without_truncated",
+        "algo.shaping:_masked",
         'finish_reason == "length"',
         'finish_reason == "stop"',
         {"mask_truncated": True},

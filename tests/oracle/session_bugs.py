@@ -106,6 +106,9 @@ class _Template:
     def whole_text(self, messages: Sequence[Message], tools: Sequence[Any]) -> str:
         return bytes(self.whole(messages, tools)).decode("latin-1")
 
+    def special_in(self, messages: Sequence[Message]) -> int:
+        return 0
+
     def behind(
         self, answer: Message, new: Sequence[Message], tools: Sequence[Any], last: int
     ) -> Behind:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 
+from r3train.proof.custody_verdict import CustodyRecord, judge_custody
 from r3train.proof.judge import (
     expected_calls,
     judge,
@@ -176,6 +177,7 @@ def write_run(
     silent: tuple[int, ...] = (),
     rechecked: Callable[[int], list[RecheckRecord]] | None = None,
     served: Callable[[int], list[ServedRecord]] | None = None,
+    custody: Callable[[int], list[CustodyRecord]] | None = None,
     summed: bool = False,
     microbatches: int = 1,
     check_interval: int = 1,
@@ -185,7 +187,8 @@ def write_run(
     """Write a run with the check on; ``change`` is what the trainer really did to each call.
 
     silent: ranks that hold no layer with experts.  rechecked: comparisons of a step with samples that
-    were rechecked; None: there was to be none.  served: the canaries of a step's weights.  summed: as with ``--r3-evidence summed``.
+    were rechecked; None: there was to be none.  served: the canaries of a step's weights.  custody: the sessions of agents that a
+    step trained.  summed: as with ``--r3-evidence summed``.
     microbatches: calls of each pass and layer on a rank.  check_interval: that of --r3-check-interval.
     limit, calibrating: of ``Suspicions``; the first suspect step fails unless told otherwise.
     """
@@ -228,7 +231,9 @@ def write_run(
                 writers[0].write_recheck(rechecked(step))
                 again = judge_recheck(rechecked(step), 0, suspicions)
                 verdict = replace(verdict, sampling=again)
-            verdict = replace(verdict, served=canaries)
+            sessions = custody(step) if custody is not None else []
+            writers[0].write_custody(sessions)
+            verdict = replace(verdict, custody=judge_custody(sessions), served=canaries)
             line = step_line(
                 verdict,
                 expectation,

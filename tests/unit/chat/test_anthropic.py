@@ -143,6 +143,24 @@ def test_what_claude_code_sends_is_read():
     assert contents[3] == ("tool", "[a picture, which this model cannot see]")
 
 
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_billing_header_with_another_nonce_is_the_same_request(place):
+    """Claude Code's: the rest of the system's text stays, and the header is counted."""
+    texts = [_block("text", text="be"), _block("text", text="brief")]
+
+    def asked(nonce):
+        header = _block("text", text=f"x-anthropic-billing-header: cc_version=2.1; cch={nonce};")
+        return _read(system=[*texts[:place], header, *texts[place:]]).request
+
+    one, two = asked("a"), asked("b")
+    assert one == two and one.messages[0] == {"role": "system", "content": "be\nbrief"}
+    assert one.ignored == ("billing_header",)
+    alone = _read(system=[_block("text", text="x-anthropic-billing-header: cch=1")]).request
+    assert alone.messages == [_USER]
+    spoken = _read(system=[_block("text", text="Never say x-anthropic-billing-header: it")]).request
+    assert "x-anthropic" in spoken.messages[0]["content"] and spoken.ignored == ()
+
+
 def test_the_stop_text_that_ended_an_answer_is_named():
     answer = ChatAnswer({"role": "assistant", "content": "a"}, "stop", 7, 5, stop_text="END")
     for body in (

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from tests.unit.generation.session_play import Play, user
 
+from r3train.algo.shaping import without_truncated
 from r3train.audit.evidence_schema import SESSIONS
 from r3train.chat.token_ledger import session_ledgers, ledger_problems
 from r3train.loop.rollout_file import read_samples, write_samples
@@ -67,9 +68,35 @@ def left_out_of_the_ledger(samples) -> list[RolloutSample]:
     return changed(samples, 1, token_ledger=samples[1].token_ledger[:-1])
 
 
+def cut_session() -> list[RolloutSample]:
+    """A chain whose middle answer was cut, and a fork behind the first answer that was cut."""
+    play = Play(seed=4)
+    play.engine.answers = ["one<|end|>", "two is", "three<|end|>", "four is"]
+    first = [user("go")]
+    first.append(asyncio.run(play.ask(first)))
+    second = [*first, user("a")]
+    second.append(asyncio.run(play.ask(second)))
+    for messages in (second, first):
+        asyncio.run(play.ask([*messages, user("b")]))
+    return play.session.samples()
+
+
+def masked_by_the_last_answer(samples) -> list[RolloutSample]:
+    """As if each sample were one answer."""
+    return [replace(s, loss_mask=s.loss_mask & (s.finish_reason != "length")) for s in samples]
+
+
+def nothing_left(samples) -> list[RolloutSample]:
+    return [replace(s, loss_mask=np.zeros_like(s.loss_mask)) for s in samples]
+
+
 PLANTED = {
     "a token without its loss": (
         lambda s: with_mask(s, 0, lambda m, _: np.put(m, np.flatnonzero(m)[0], False)),
+        "sample 640: tokens .* were sampled and delivered, .* have loss",
+    ),
+    "loss on as many other tokens": (
+        lambda s: with_mask(s, 0, lambda m, _: np.copyto(m, np.roll(m, -1))),
         "sample 640: tokens .* were sampled and delivered, .* have loss",
     ),
     "loss on what follows an answer": (
@@ -132,3 +159,49 @@ def test_the_ledger_of_a_session_survives_a_file(tmp_path):
     samples = [sample for sample, _ in read_samples(tmp_path / "s")[0]]
     [ledger] = session_ledgers(samples)
     assert list(ledger_problems(ledger)) == [] and len(ledger.calls) == 3
+
+
+def test_mask_truncated_takes_the_loss_of_the_answers_that_were_cut_and_custody_expects_it(
+    tmp_path,
+):
+    samples = cut_session()
+    write_samples(tmp_path / "s", [(sample, 1.0) for sample in samples], {})
+    for whole in (samples, [s for s, _ in read_samples(tmp_path / "s")[0]]):
+        [masked] = without_truncated([whole])
+        words = [Play().text(s.token_ids[s.loss_mask]) for s in masked]
+        assert words == ["one<|end|>three<|end|>", ""]
+        [ledger] = session_ledgers(masked, mask_truncated=True)
+        assert list(ledger_problems(ledger)) == [] and ledger.num_tokens == 23
+        assert judge_custody([ledger]).verdict == "passed"
+        line = msgspec.json.encode(
+            msgspec.to_builtins(CustodyRecord(ledger.session, ledger.calls, ledger.samples, 3))
+        )
+        assert list(ledger_problems(SESSIONS.decode(line))) == []
+
+
+@pytest.mark.parametrize(
+    "masked, expects",
+    [
+        (lambda samples: without_truncated([samples])[0], False),
+        (lambda samples: samples, True),
+        (masked_by_the_last_answer, True),
+        (nothing_left, True),
+    ],
+    ids=["the setting is off", "nothing masked", "by the last answer", "complete ones too"],
+)
+def test_another_mask_than_that_of_mask_truncated_is_said(masked, expects):
+    [ledger] = session_ledgers(masked(cut_session()), mask_truncated=expects)
+    assert judge_custody([ledger]).verdict == "failed"
+
+
+def test_ledgers_of_earlier_versions_are_read():
+    samples = session()
+    earlier = [entry[:4] for entry in samples[-1].token_ledger]
+    samples = changed(samples, len(samples) - 1, token_ledger=earlier)
+    [masked] = without_truncated([samples])
+    [ledger] = session_ledgers(masked, mask_truncated=True)
+    assert list(ledger_problems(ledger)) == []
+    line = msgspec.to_builtins(CustodyRecord(ledger.session, ledger.calls, ledger.samples, 3))
+    for call in line["calls"]:
+        del call["masked"]
+    assert list(ledger_problems(SESSIONS.decode(msgspec.json.encode(line)))) == []

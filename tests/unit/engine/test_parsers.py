@@ -1,6 +1,8 @@
 """SGLang's parsers as a library: what well-formed text holds, and that no text makes them raise."""
 
 import json
+import re
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -68,7 +70,17 @@ def _read(parsed: Parsed):
             "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>",
             (None, "", [("add", {"a": 1})]),
         ),
-        ("qwen25", "none", "<tool_call>\nno call\n</tool_call>", None),
+        # SGLang's endpoint shows no call that it cannot read to its end, nor its text
+        ("qwen25", "none", "<tool_call>\nno call\n</tool_call>", (None, "", [])),
+        ("qwen25", "none", '<tool_call>\n{"name": "add", "arg', (None, "", [])),
+        ("glm45", "none", "x<tool_call>add\n<arg_key>a", (None, "x", [])),
+        # of which its parsers read some nevertheless
+        (
+            "qwen3_coder",
+            "none",
+            "x<tool_call>\n<function=add>\n<parameter=a>\n1",
+            (None, "x", [("add", {"a": 1})]),
+        ),
         ("qwen25", "none", '<tool_call>\n{"name": "add", "arguments": [1]}\n</tool_call>', None),
         ("qwen25", "none", "<tool_call>", None),
         (
@@ -97,6 +109,35 @@ def test_a_prompt_that_ends_within_a_thought_begins_the_answer_there(opening, te
     assert _read(_parse("none", "qwen3", opening=opening)(text, _TOOLS)) == expected
 
 
+_KIMI_K2 = (
+    "<|tool_calls_section_begin|><|tool_call_begin|>functions.add:7<|tool_call_argument_begin|>"
+    '{"a": 1}<|tool_call_end|><|tool_calls_section_end|>'
+)
+_KIMI_K3 = (
+    '<|open|>tools<|sep|><|open|>call tool="add" index="7"<|sep|><|open|>argument key="a" type="number"'
+    "<|sep|>1<|close|>argument<|sep|><|close|>call<|sep|><|close|>tools<|sep|>"
+)
+
+
+@pytest.mark.parametrize(
+    "parser, text", [("kimi_k2", _KIMI_K2), ("kimi_k3", _KIMI_K3), ("qwen25", _CALL)]
+)
+def test_the_ids_of_calls_are_those_of_sglangs_endpoint(parser, text):
+    """Its own function gives the second call behind a history of three its id."""
+    from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
+    from sglang.srt.function_call.core_types import ToolCallItem
+
+    second = ToolCallItem(tool_index=1, name="add", parameters="{}")
+    server = SimpleNamespace(tool_call_parser=parser)
+    theirs = OpenAIServingChat._process_tool_call_id(server, second, 3)
+    parsed = _parse(parser, "none")(text, _TOOLS)
+    assert _read(parsed)[2] == [("add", {"a": 1})]
+    if parsed.ids is None:
+        assert re.fullmatch("call_[0-9a-f]{24}", theirs)
+    else:
+        assert parsed.ids.format(name="add", index=4) == theirs
+
+
 def test_auto_judges_by_the_chat_template():
     parse = _parse("auto", "auto", _Tokenizer(_QWEN3))
     assert _read(parse(f"<think>hm</think>{_CALL}", _TOOLS)) == ("hm", "", [("add", {"a": 1})])
@@ -114,6 +155,10 @@ def no_arguments(text, tools):
     return Parsed(text, None, ({"name": "add", "arguments": "[1]"},))
 
 
+def wrong_ids(text, tools):
+    return Parsed(text, ids="call-{number}")
+
+
 def raises(text, tools):
     raise KeyError("a")
 
@@ -124,7 +169,8 @@ def test_a_function_of_the_user_reads_what_follows_the_reasoning():
 
 
 @pytest.mark.parametrize(
-    "name, what", [("wrong", "returned 'x', expected"), ("raises", "KeyError")]
+    "name, what",
+    [("wrong", "returned 'x', expected"), ("raises", "KeyError"), ("wrong_ids", "number")],
 )
 def test_a_function_of_the_user_that_fails_is_named(name, what):
     with pytest.raises(

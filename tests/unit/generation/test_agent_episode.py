@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 from dataclasses import dataclass
 
@@ -239,6 +240,28 @@ def test_the_loop_answers_while_a_session_becomes_samples(monkeypatch):
         assert len((await running)[0]) == 1
 
     asyncio.run(go())
+
+
+@pytest.mark.parametrize(
+    "end, sessions, said", [("<|call|>", 12, 1), ("<|call|>", 7, 0), ("<|end|>", 12, 0)]
+)
+def test_forks_at_a_stop_token_of_no_template_are_said_once_with_their_cost(
+    end, sessions, said, caplog
+):
+    async def two_turns(access) -> float:
+        answer = await ask(access, user("go"))
+        await ask(access, user("go"), answer, user("on"))
+        return 1.0
+
+    made = play(two_turns)
+    made.engine.end = made.words.encode(end)[0]
+    made.engine.answers = [f"well{end}"] * 2 * sessions
+    for _ in range(sessions):
+        made.outcome()
+    warned = [r.getMessage() for r in caplog.records if end in r.getMessage()]
+    assert len(warned) == said and all("8 of 16 calls" in text for text in warned)
+    shares = [re.search(r"(\d+)% of", text) for text in warned]
+    assert all(0 < int(share[1]) < 50 for share in shares)
 
 
 REFUSED = {"request": "POST /v1/embeddings", "status": 404, "reason": "not_found"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import re
 import time
 
 import numpy as np
@@ -15,7 +16,7 @@ from tests.unit.data.test_replies import GLM, GPT_OSS
 from tests.unit.data.test_session_templates import CHATML
 from tests.unit.generation.session_play import assert_sound, Play, TOOLS, user, without
 
-from r3train.chat.base import ChatRefused, ChatRequest
+from r3train.chat.base import ChatRefused, ChatRequest, Parsed
 from r3train.chat.messages import shown
 from r3train.engine.backend import EngineError, SamplingParams
 
@@ -79,6 +80,18 @@ def edited(turn, messages):
         messages[2]["content"] = "(removed)"
 
 
+def without_text_next_to_calls(turn, messages):
+    for message in messages:
+        if message.get("tool_calls"):
+            message["content"] = None
+
+
+def without_text_and_id(turn, messages):
+    if turn == 1:
+        messages[2]["content"] = ""
+        messages[2]["tool_calls"][0]["id"] = messages[3]["tool_call_id"] = "call_of_another"
+
+
 def other_id(turn, messages):
     if turn == 1:
         messages[3]["tool_call_id"] = "call_of_another"
@@ -111,6 +124,8 @@ def rethought(turn, messages):
         (as_parts, ["root"]),
         (with_nulls, ["root"]),
         (edited, ["root", "root"]),
+        (without_text_next_to_calls, ["root"]),
+        (without_text_and_id, ["root", "root"]),
         (other_id, ["root", "fork"]),
         (compacted, ["root", "root"]),
         (reordered, ["root", "root"]),
@@ -599,6 +614,91 @@ async def test_the_stop_text_is_told_and_what_begins_is_told_once_it_is_not_refu
     with pytest.raises(ChatRefused):
         await play.session.answer(ChatRequest([user("go " * 9999)], b"", begun=begun))
     assert told == [0]
+
+
+@pytest.mark.parametrize(
+    "ids, said",
+    [("functions.{name}:{index}", "functions.add:0 functions.add:1 functions.add:2"), (None, None)],
+)
+async def test_ids_of_calls_are_counted_over_the_conversation_where_the_parser_says_so(ids, said):
+    async def two_calls(text, tools):
+        calls = ({"name": "add", "arguments": "{}"},) * text.count("[")
+        return Parsed(text.replace("[", ""), None, calls, ids)
+
+    play = Play(read=two_calls)
+    play.engine.answers = ["a[[<|end|>", "b[<|end|>", "c<|end|>"]
+    messages = [user("go")]
+    while (answer := await play.ask(messages, tools=TOOLS)).get("tool_calls"):
+        results = [
+            {"role": "tool", "content": c["id"], "tool_call_id": c["id"]}
+            for c in answer["tool_calls"]
+        ]
+        messages += [answer, *results]
+    [sample] = play.session.samples()
+    found = [m["content"] for m in messages if m["role"] == "tool"]
+    if said is None:
+        assert len(set(found)) == 3 and all(re.fullmatch("call_[0-9a-f]{24}", i) for i in found)
+    else:
+        assert " ".join(found) == said
+    assert all(name in play.text(sample.token_ids) for name in found), "the model sees them"
+
+
+@pytest.mark.parametrize("ended, reason", [("<|end|>", "tool_calls"), ("", "length")])
+async def test_an_answer_with_calls_that_was_cut_says_length(ended, reason):
+    play = Play()
+    play.engine.answers = [CALL.replace("<|end|>", ended)]
+    answer, _ = await play.session.answer(ChatRequest([user("go")], b"", tools=TOOLS))
+    assert (answer.finish_reason, len(answer.message["tool_calls"])) == (reason, 1)
+
+
+async def test_calls_that_end_at_a_stop_text_are_calls():
+    play = Play()
+    play.engine.answers = ['I [add {"a": 1}]END more']
+    answer, _ = await play.session.answer(
+        ChatRequest([user("go")], b"", tools=TOOLS, stop=("END",))
+    )
+    assert answer.finish_reason == "tool_calls"
+
+
+async def test_answers_that_the_harness_itself_cuts_are_counted():
+    play = Play(sampling=SamplingParams(max_new_tokens=9))
+    play.engine.answers = ["one<|end|>", "two is long", "three is longer"]
+    for number, most in enumerate((4, 4, None)):
+        await play.ask([user(str(number))], max_tokens=most)
+        play.engine.rest_of_answer = []
+    reasons = [call.finish_reason for call in play.session.calls]
+    assert reasons == ["stop", "length", "length"] and play.session.counts["cut_by_client"] == 1
+
+
+async def test_text_that_is_dropped_without_calls_begins_a_chain():
+    play = Play()
+    play.engine.answers = ["well<|end|>", "good<|end|>"]
+    answer = await play.ask([user("go")])
+    await play.ask([user("go"), answer | {"content": ""}, user("and?")])
+    assert [chain.begins for chain in play.session.chains] == ["root", "root"]
+
+
+async def test_special_tokens_are_counted_once_in_each_text_that_is_new():
+    play = Play()
+    messages = [user("a <|end|> b")]
+    for text in ("<|start|><|end|>", "no"):
+        play.engine.answers = ["own <|start|><|end|>"]
+        messages += [await play.ask(messages), user(text)]
+    await play.ask(messages)
+    assert play.session.counts["special_in_text"] == 3
+
+
+async def test_a_stop_token_that_the_template_does_not_write_is_told_with_what_it_costs():
+    play = Play()
+    [end] = play.words.encode("<|call|>")
+    play.engine.end, play.engine.answers = end, ["one<|call|>", "two<|call|>", "three<|call|>"]
+    messages = [user("go")]
+    for _ in range(3):
+        messages += [await play.ask(messages), user("on")]
+    first, second, _ = play.session.calls
+    assert play.session.stop_token == end and play.session.counts["stop_token_forks"] == 2
+    again = first.end + second.end - 2
+    assert play.session.counts["stop_token_again"] == again
 
 
 def test_a_sample_has_its_whole_conversation_with_the_answers_as_the_model_gave_them():

@@ -140,6 +140,9 @@ async def test_a_parser_sees_special_tokens_and_not_the_one_that_ends_the_answer
 WITHOUT_TOOLS = TEMPLATE.replace(
     "{{ m.content }}", "{% if m.role != 'tool' %}{{ m.content }}{% endif %}"
 )
+HIDES_TOOLS = TEMPLATE.replace(
+    "{% if tools %}please {{ tools[0].function.name }} <eos>{% endif %}", ""
+)
 CHANGES = TEMPLATE.replace(
     "{{ m.content }}", "{{ m.content }}{% if not loop.last %}{{ loop.index }}{% endif %}"
 )
@@ -151,6 +154,8 @@ def test_a_template_without_answers_of_tools_is_said_and_one_that_rewrites_is_re
         "no tools: no answer of a tool can follow its call: the chat template does not write"
         in line
     )
+    (line,) = rehearsed(model, HIDES_TOOLS)
+    assert line.endswith("no tools: the chat template does not show the tools")
     with pytest.raises(ValueError, match="no turn can follow an answer"):
         rehearsed(model, CHANGES)
 
@@ -197,6 +202,7 @@ def test_the_numbers_of_a_step_are_of_the_sessions_that_ended_in_it():
     before = {"sessions": 4, "calls": 9, "roots": 4, "prompt_again": 0, "tokens": 100}
     before |= {"seconds": 8.0, "called_s": 8.0, "session_s_max": 3.0}
     now = {"sessions": 6, "calls": 15, "roots": 7, "forks": 1, "prompt_again": 50, "tokens": 300}
+    now |= {"cut_by_client": 3}
     now |= {"seconds": 12.0, "called_s": 9.0, "session_s_max": 3.0, "ignored_seed": 2}
     before, now = before | {"chains": 4}, now | {"chains": 8, "template_differs": 1}
     found = agent_metrics(now, before)
@@ -206,7 +212,7 @@ def test_the_numbers_of_a_step_are_of_the_sessions_that_ended_in_it():
         1.5,
     )
     assert found["agent/reprompted_share"] == 0.25 and found["agent/harness_s_share"] == 0.75
-    assert found["agent/template_differs"] == 0.25
+    assert found["agent/template_differs"] == 0.25 and found["agent/cut_by_client"] == 0.5
     assert found["agent/ignored_seed"] == 2 and found["agent/session_s_mean"] == 2.0
     assert all(row_of(key) is not None for key in found)
     assert agent_metrics(now, now) == agent_metrics({}, {}) == {}
