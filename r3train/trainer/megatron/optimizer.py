@@ -71,9 +71,12 @@ def build_optimizer(config: RunConfig, chunks: list[torch.nn.Module]) -> Megatro
         # takes one for the other in checkpoints
         is_float32 = ParamPredicate("float32", lambda p: p.dtype is torch.float32)
         groups[ParamKey(predicate=is_float32)] = {"start_wd": trainer.weight_decay}
-    optimizer = get_megatron_optimizer(
-        settings, chunks, config_overrides=groups, use_gloo_process_groups=False
-    )
+    # Megatron takes a float32 parameter's part as a view, which is no leaf where gradients are on: its optimizer on the
+    # host refuses that
+    with torch.no_grad():
+        optimizer = get_megatron_optimizer(
+            settings, chunks, config_overrides=groups, use_gloo_process_groups=False
+        )
     for part in optimizer.chained_optimizers:
         fused_adam.mend(part)
         if not on_cuda and isinstance(part.optimizer, torch.optim.AdamW):
