@@ -215,7 +215,10 @@ def draft_metrics(since: Callable[[str], float]) -> dict[str, float]:
     }
 
 
-_SUMS = "failures refused unread_calls undelivered cut_tokens retries_joined".split()
+_SUMS = (
+    "failures truncated_calls truncated_context refused unread_calls undelivered cut_tokens"
+    " retries_joined".split()
+)
 
 
 def agent_metrics(now: Mapping[str, float], before: Mapping[str, float]) -> dict[str, Any]:
