@@ -52,10 +52,11 @@ async def run_command(
 ) -> Reward | None:
     """Run a harness to its end; returns the reward that it wrote, None if it wrote none.
 
-    It runs in ``directory / "work"`` with ``access`` as OpenAI's and Anthropic's variables, the model's name too, ``task`` in R3TRAIN_TASK_FILE
-    (JSON: what the harness may know, so no label), and the run's environment without secrets; ``env_names``
-    names further variables; ``output`` gets the end of what it writes.  Raises AgentFailed, with its last lines, for a command that takes longer than ``timeout_s``,
-    writes a reward that is none, or ends with another code than 0 without a reward, or with one if ``exit_code_fails``.
+    It runs in ``directory / "work"`` with ``access`` as OpenAI's and Anthropic's variables, the model's name too,
+    ``task`` in R3TRAIN_TASK_FILE (JSON: what the harness may know, so no label), and the run's environment without
+    secrets; ``env_names`` names further variables; ``output`` gets the end of what it writes.  Raises AgentFailed, with
+    its last lines, for a command that takes longer than ``timeout_s``, writes a reward that is none, or ends with another
+    code than 0 without a reward, or with one if ``exit_code_fails``.
     When this returns or raises, nothing that it started runs any more.
     """
     directory = directory.absolute()  # the command's own is another

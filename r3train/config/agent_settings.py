@@ -45,9 +45,9 @@ class AgentSection(Section):
     agent_exit_code_fails: Annotated[bool, only_with("agent_command")] = False
     """An exit code other than 0 is a failure even where the command has written a reward; else the reward counts."""
     agent_workers: Annotated[int | None, only_with("agent_command")] = Field(default=None, ge=1)
-    """Processes of the command that stay and take one task after another, as lines on stdin (docs/guide/agents.md): for harnesses
-    that take long to import.  It bounds the sessions at once, those of an evaluation by as many again; unset: a
-    process for each session."""
+    """Processes of the command that stay and take one task after another, as lines on stdin (docs/guide/agents.md): for
+    harnesses that take long to import.  There are as many sessions at once, and as many of an evaluation; unset: a process
+    for each session."""
     agent_history: Literal["append", "template"] = "append"
     """append: thoughts stay where the model wrote them.  template: a conversation goes on only where the chat
     template renders the whole of it so, else it begins anew: what a deployed agent would see."""
