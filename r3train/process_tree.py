@@ -12,6 +12,7 @@ import resource
 import signal
 import sys
 import time
+from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 _PR_SET_PDEATHSIG = 1
@@ -29,26 +30,47 @@ def signal_when_parent_ends(number: int) -> None:
     _prctl(_PR_SET_PDEATHSIG, number)
 
 
-def descendants() -> list[int]:
-    """Ids of the processes below this one that have not ended; those left by their parents are below it too.
+def descendants(root: int | None = None) -> list[int]:
+    """Ids of the processes below one, this one without ``root``, that have not ended.
+
+    Those left by their parents are below the process that adopts orphans.
 
     A process whose main thread has ended reads as a zombie while its other threads still run, and
     its children are still its own: the search goes on below it.
     """
     children: dict[int, list[tuple[int, bool]]] = {}
-    for pid in filter(str.isdigit, os.listdir("/proc") if sys.platform == "linux" else ()):
-        try:
-            with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-                state, parent = file.read().rpartition(")")[2].split()[:2]
-        except OSError:  # it has ended
-            continue
-        children.setdefault(int(parent), []).append((int(pid), state not in "ZX"))
-    found, new = [], [os.getpid()]
+    for pid, text in _of_all("stat"):
+        state, parent = text.rpartition(b")")[2].split()[:2]
+        children.setdefault(int(parent), []).append((pid, state not in b"ZX"))
+    found, new = [], [root or os.getpid()]
     while new:
         below = [child for pid in new for child in children.get(pid, [])]
         found += [pid for pid, runs in below if runs]
         new = [pid for pid, _ in below]
     return found
+
+
+def marked(mark: str) -> list[int]:
+    """Ids of the processes that have ``mark``, NAME=VALUE, in the environment with which they began."""
+    return [pid for pid, text in _of_all("environ") if mark.encode() in text.split(b"\0")]
+
+
+def _of_all(name: str) -> Iterator[tuple[int, bytes]]:
+    """A file of /proc of each process that has not ended and may be looked at."""
+    for pid in filter(str.isdigit, os.listdir("/proc") if sys.platform == "linux" else ()):
+        with contextlib.suppress(OSError):
+            with open(f"/proc/{pid}/{name}", "rb") as file:
+                text = file.read()
+            yield int(pid), text
+
+
+def kill_all(find: Callable[[], list[int]], limit_s: float) -> list[int]:
+    """Kill again and again what ``find`` finds, for ``limit_s`` seconds at most; return what is left."""
+    until = time.monotonic() + limit_s
+    while (left := find()) and time.monotonic() < until:
+        _signal(left, signal.SIGKILL)
+        time.sleep(_POLL_S)
+    return left
 
 
 def end_descendants(grace_s: float = 0.0) -> None:
@@ -83,6 +105,36 @@ def keep(child: int, grace_s: float = 0.0) -> NoReturn:
     while ended != child:  # others are orphans
         ended, status = os.waitpid(-1, 0)
     end_descendants(grace_s)
+    _end_as(status)
+
+
+def keep_guard(guard: int, limit_s: float) -> NoReturn:
+    """Wait for the end of a guard that its wards may stop or kill; end all that is left, and then end as it did.
+
+    A guard that is stopped goes on at once.  One that has not ended ``limit_s`` seconds after SIGTERM is killed with
+    its tree.  The caller has adopted orphans and blocked SIGTERM.
+    """
+
+    def end_guard(*_: object) -> None:
+        _signal([guard], signal.SIGCONT)
+        _signal([guard], signal.SIGTERM)
+        signal.setitimer(signal.ITIMER_REAL, limit_s)
+
+    def end_all(*_: object) -> None:
+        end_descendants()
+        os._exit(0)
+
+    signal.signal(signal.SIGALRM, end_all)
+    signal.signal(signal.SIGTERM, end_guard)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    while os.WIFSTOPPED(status := os.waitpid(guard, os.WUNTRACED)[1]):
+        _signal([guard], signal.SIGCONT)
+    end_descendants()
+    _end_as(status)
+
+
+def _end_as(status: int) -> NoReturn:
+    """End as the process did that has this wait status."""
     code = os.waitstatus_to_exitcode(status)
     if code < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

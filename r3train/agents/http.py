@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import aiohttp
 import orjson
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from r3train.agents.harness_reward import Reward, read_reward
 from r3train.chat import anthropic, openai, responses
@@ -66,6 +67,11 @@ class Access:
     base_url: str
     key: str
     model: str = _MODEL
+
+    @property
+    def session_url(self) -> str:
+        """A base_url that needs no key: its path has it."""
+        return f"{self.base_url.removesuffix('/v1')}/s/{self.key}/v1"
 
 
 @dataclass(eq=False, slots=True)
@@ -131,7 +137,8 @@ class ChatEndpoint:
     whole request comes for ``idle_s`` seconds is closed, and connections above a quarter of the limit of open files are
     refused: whoever reaches the port needs no key to open one.  strict: refuse fields that change what a harness gets.
     ``model`` is the policy's name; None: any that is not another provider's.  Requests with other names go to
-    ``other_base_url`` with ``other_key``, untrained; None: 404.  All methods belong to one event loop.
+    ``other_base_url`` with ``other_key``, untrained; None: 404.  ``base_url`` is handed on in place of host and port.
+    ``max_model_len``: tokens of a context, as ``/v1/models`` tells them.  All methods belong to one event loop.
     """
 
     def __init__(
@@ -145,8 +152,11 @@ class ChatEndpoint:
         model: str | None = None,
         other_base_url: str | None = None,
         other_key: str | None = None,
+        base_url: str | None = None,
+        max_model_len: int | None = None,
     ) -> None:
         self._host, self._port = host, port
+        self._base_url, self._max_model_len = base_url, max_model_len
         self._strict, self._model = strict, model
         self._other, self._other_key = other_base_url, other_key
         self._client: aiohttp.ClientSession | None = None
@@ -166,15 +176,21 @@ class ChatEndpoint:
 
     async def _listening(self) -> web.AppRunner:
         app = web.Application(client_max_size=_BODY_BYTES)
-        app.router.add_post("/v1/chat/completions", partial(self._guarded, openai, self._chat))
-        app.router.add_post("/v1/responses", partial(self._guarded, responses, self._chat))
-        app.router.add_post("/v1/messages", partial(self._guarded, anthropic, self._chat))
-        counted = partial(self._guarded, anthropic, self._count)
-        app.router.add_post("/v1/messages/count_tokens", counted)
-        app.router.add_get("/v1/models", partial(self._guarded, openai, self._models))
-        app.router.add_post("/v1/r3train/reward", partial(self._guarded, openai, self._reward))
-        app.router.add_route("*", "/{path:.*}", partial(self._guarded, openai, self._nothing))
+        for before in ("/s/{key}", ""):  # a session is named by its path, too
+            for method, path, dialect, handler in (
+                ("POST", "/v1/chat/completions", openai, self._chat),
+                ("POST", "/v1/responses", responses, self._chat),
+                ("POST", "/v1/messages", anthropic, self._chat),
+                ("POST", "/v1/messages/count_tokens", anthropic, self._count),
+                ("GET", "/v1/models", openai, self._models),
+                ("POST", "/v1/r3train/reward", openai, self._reward),
+                ("*", "/{path:.*}", openai, self._nothing),
+            ):
+                guarded = partial(self._guarded, dialect, handler)
+                app.router.add_route(method, before + path, guarded)
         waits = {"shutdown_timeout": 1.0, "keepalive_timeout": self._idle_s}
+        waits["lingering_time"] = min(10.0, self._idle_s)  # for the rest of a body that was refused
+        logging.getLogger("aiohttp.server").addFilter(_on_one_line)
         runner = web.AppRunner(app, access_log=None, **waits)
         await runner.setup()
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4
@@ -221,8 +237,9 @@ class ChatEndpoint:
         key = f"sk-r3train-{secrets.token_hex(_KEY_BYTES)}"
         slots = asyncio.Semaphore(self._max_parallel)
         self._sessions[key] = _Session(answer, take_reward, count, slots)
-        base_url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
-        return Access(base_url, key, self._model or _MODEL)
+        own = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        base_url = (self._base_url or own).rstrip("/").removesuffix("/v1")
+        return Access(f"{base_url}/v1", key, self._model or _MODEL)
 
     async def close(self, key: str) -> dict[str, int]:
         """End a session: its key dies, its calls in flight are cancelled, answers that nobody took are told so.
@@ -265,7 +282,7 @@ class ChatEndpoint:
             self._counts.update(("refused", f"refused_{reason}"))
         with contextlib.suppress(ChatRefused):
             requests = self._session_of(request).requests
-            kind = (f"{request.method} {request.path[:100]}", status, reason)
+            kind = (f"{request.method} {_path(request)[:100]}", status, reason)
             if kind not in requests and len(requests) >= _NAMES_KEPT:
                 kind = ("others", status, reason)
             requests.setdefault(kind, [0, str(refused or "")[:300]])[0] += 1
@@ -297,6 +314,7 @@ class ChatEndpoint:
     def _session_of(self, request: web.Request) -> _Session:
         scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
         key = bearer.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+        key = request.match_info.get("key", key)
         if key in self._over:
             raise _session_over()
         if key not in self._sessions:
@@ -310,7 +328,7 @@ class ChatEndpoint:
         try:
             if not _is_connected(request):
                 raise ConnectionError("its client is gone")
-            body = await request.read()
+            body = await self._body_of(request)
             if self._other is not None:
                 read = partial(openai.json_object, body)
                 fields = await asyncio.to_thread(read) if len(body) > _READ_AT_ONCE else read()
@@ -382,9 +400,18 @@ class ChatEndpoint:
             await events.write_eof()
         return events
 
+    async def _body_of(self, request: web.Request) -> bytes:
+        """The whole body of a request; raises ChatRefused where it does not come in time."""
+        try:
+            async with asyncio.timeout(self._idle_s):
+                return await request.read()
+        except TimeoutError:
+            text = f"the body was not there within {self._idle_s:g} s"
+            raise ChatRefused(408, "late_body", text) from None
+
     async def _asked(self, dialect: _Dialect, request: web.Request, session: _Session) -> ChatCall:
         """Read a request of the policy; raises ChatRefused, for one of another model too."""
-        body, retries = await request.read(), request.headers.get("x-stainless-retry-count")
+        body, retries = await self._body_of(request), request.headers.get("x-stainless-retry-count")
         read = partial(dialect.read_request, body, retries, self._strict)
         call = await asyncio.to_thread(read) if len(body) > _READ_AT_ONCE else read()
         if self._other is None and not self._is_policy(session, call.model):
@@ -411,7 +438,7 @@ class ChatEndpoint:
         headers = {name: request.headers[name] for name in names if name in request.headers}
         if self._other_key:
             headers |= {"Authorization": f"Bearer {self._other_key}", "x-api-key": self._other_key}
-        url = self._other.rstrip("/") + request.path.removeprefix("/v1")
+        url = self._other.rstrip("/") + _path(request).removeprefix("/v1")
         try:
             async with self._client.post(url, data=body, headers=headers) as found:
                 kind = found.headers.get("Content-Type", "application/json")
@@ -457,6 +484,8 @@ class ChatEndpoint:
     async def _models(self, dialect: _Dialect, request: web.Request) -> web.StreamResponse:
         self._session_of(request)
         model = {"id": self._model or _MODEL, "object": "model", "owned_by": "r3train"}
+        if self._max_model_len is not None:
+            model["max_model_len"] = self._max_model_len
         models = {"object": "list", "data": [model]}
         return web.Response(body=orjson.dumps(models), content_type="application/json")
 
@@ -467,7 +496,7 @@ class ChatEndpoint:
                 404, "not_found", "this run takes no posted reward (--agent-reward-post)"
             )
         try:
-            reward = read_reward(await request.read())
+            reward = read_reward(await self._body_of(request))
         except ValueError as error:
             raise ChatRefused(400, "invalid_request_error", str(error)) from None
         if session.is_over:
@@ -479,7 +508,7 @@ class ChatEndpoint:
         raise ChatRefused(
             404,
             "not_found",
-            f"{request.method} {request.path[:200]}: there is POST /v1/chat/completions, POST /v1/responses,"
+            f"{request.method} {_path(request)[:200]}: there is POST /v1/chat/completions, POST /v1/responses,"
             " POST /v1/messages, POST /v1/messages/count_tokens and GET /v1/models",
         )
 
@@ -538,6 +567,21 @@ def _succeeded(task: asyncio.Task) -> bool:
 
 def _is_connected(request: web.Request) -> bool:
     return request.transport is not None and not request.transport.is_closing()
+
+
+def _path(request: web.Request) -> str:
+    """The path of a request without the session's key."""
+    return request.path.removeprefix(f"/s/{request.match_info.get('key')}")
+
+
+def _on_one_line(record: logging.LogRecord) -> bool:
+    """Make one line of a malformed request's record: the frames that found it tell nothing."""
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, HttpProcessingError):
+        why = " ".join(error.message.split())[:200]
+        record.msg, record.args = f"{record.getMessage()}: {why}", ()
+        record.exc_info = None
+    return True
 
 
 def _session_over() -> ChatRefused:

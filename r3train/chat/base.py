@@ -49,7 +49,7 @@ class ChatAnswer:
 class ChatRefused(Exception):
     """A request that gets no answer: HTTP status, OpenAI's error code and one line for the client.
 
-    400 invalid_request_error or context_length_exceeded; 401 invalid_api_key; 403 session_over: clients
+    400 invalid_request_error or context_length_exceeded; 401 invalid_api_key; 403 session_over; 408 late_body: clients
     ask once more for 408, 409, 429 and 5xx only.
     """
 
@@ -60,7 +60,18 @@ class ChatRefused(Exception):
 
 
 class AgentFailed(Exception):
-    """An agent that raised, exited with an error, took too long, or never called the model; its text is one line."""
+    """An agent that raised, exited with an error, took too long, or never called the model; its text is one line.
+
+    reward: given nevertheless; it counts where the session had come to the end of its calls or its context.
+    """
+
+    def __init__(self, why: str, reward: Any = None) -> None:
+        super().__init__(why)
+        self.reward = reward
+
+
+class BadReward(AgentFailed):
+    """An agent whose reward is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +88,7 @@ class AgentTask:
     label: Any
     metadata: dict[str, Any]
     model: str = "r3train"  # the name of the policy
+    session_url: str = ""  # a base_url that needs no key
 
 
 @dataclass(frozen=True, slots=True)

@@ -234,8 +234,9 @@ class RunConfig(Section):
 
     @property
     def max_sessions(self) -> int:
-        """agent_max_sessions with its default resolved."""
-        return self.agent.agent_max_sessions or self.rollout.max_concurrency
+        """agent_max_sessions with its default resolved; a worker has one at a time."""
+        most = self.agent.agent_max_sessions or self.rollout.max_concurrency
+        return min(most, self.agent.agent_workers or most)
 
     @property
     def samples_per_episode(self) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from r3train.chat.base import AgentFailed, ChatAnswer, ChatRequest
+from r3train.chat.base import AgentFailed, BadReward, ChatAnswer, ChatRequest
 from r3train.config.agent_settings import AgentSection
 from r3train.engine.backend import SamplingParams
 from r3train.generation import stitch
@@ -62,7 +62,7 @@ class Agents:
 
     run: lets the agent work on a prompt, and returns its reward, None if it gives none, and the end of its output
     in the bytes that it got; raises AgentFailed.  name: of the agent in errors.  record: told of each session that
-    has ended.  close: ends what reads the answers, after the last of them.  other_parsers: gives the number of
+    has ended.  close: ends what reads the answers, after the last of them.  end: ends agents that stay.  other_parsers: gives the number of
     answers (text, tools) in which each of SGLang's parsers reads a call.
     """
 
@@ -73,6 +73,7 @@ class Agents:
     name: str
     record: Callable[[Mapping[str, Any]], None] = lambda facts: None
     close: Callable[[], None] = lambda: None
+    end: Callable[[], Awaitable[None]] | None = None
     totals: Counter[str] = field(default_factory=Counter)
     longest_s: float = 0.0
     causes: Counter[str] = field(default_factory=Counter)  # of failures, in short
@@ -86,6 +87,12 @@ class Agents:
         asked = {k: n for k, n in found if k.startswith(("refused", "retries_joined"))}
         causes = {"session_s_max": self.longest_s, "causes": dict(self.causes)}
         return {"agent": {**self.totals, "retries_joined": 0, **asked, **causes}}
+
+    async def stop(self) -> None:
+        """Close the endpoint, and end the agents that stay between sessions."""
+        await self.endpoint.stop()
+        if self.end is not None:
+            await self.end()
 
     async def tell_of_unread(self, unread: Sequence[Unread]) -> None:
         """Warn once where the parser has read no call in many answers, and others look like calls."""
@@ -126,7 +133,8 @@ class AgentEpisode:
         """Let the agent work; return the session's samples and its reward, None if it gave none.
 
         Raises EpisodeDropped, or ValueError naming prompt, sample and agent, as --agent-on-failure says for an agent
-        that failed; and the error of the model's side, if there was one.
+        that failed; and the error of the model's side, if there was one.  An agent that was refused its last call
+        for --agent-max-calls or a full context has not failed, whatever it makes of that.
         """
         agents, began = self.agents, time.monotonic()
         broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -148,7 +156,12 @@ class AgentEpisode:
             await asyncio.wait({working, broken}, return_when=asyncio.FIRST_COMPLETED)
             if broken.done():
                 await broken
-            reward_given = await working
+            try:
+                reward_given = await working
+            except AgentFailed as error:
+                if session.truncated is None or isinstance(error, BadReward):
+                    raise
+                reward_given = error.reward  # harnesses raise at the end of their calls or context
             if reward_given is None and posted:
                 reward_given = posted[-1]
             reward = None if reward_given is None else _finite(reward_given)
@@ -170,6 +183,7 @@ class AgentEpisode:
                 failure += "; its last lines:\n" + "\n".join(lines)
         if not self.evaluates:
             told = {"models": dict(models), "requests": requests, "last_lines": _last_lines(output)}
+            told["truncated"] = session.truncated
             seconds = time.monotonic() - began
             self._tell(session, samples, seconds, reward_given, failure, told)
             await agents.tell_of_unread(session.unread)
@@ -207,6 +221,7 @@ class AgentEpisode:
         agents.totals.update(counts)
         agents.totals.update(
             sessions=1,
+            **({f"truncated_{session.truncated}": 1} if session.truncated else {}),
             seconds=seconds,
             called_s=session.called_s,
             prompt_again=again,

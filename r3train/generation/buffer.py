@@ -152,15 +152,18 @@ class GroupBuffer:
         elif self._too_stale(group, self.next_rollout):
             self._expire(group)
 
-    def drop(self, group: Group, reason: str) -> None:
-        """Take out a group that another prompt's is to replace; raises RuntimeError where this would not end."""
+    def drop(self, group: Group, reason: str, why: str = "") -> None:
+        """Take out a group that another prompt's is to replace; raises RuntimeError where this would not end.
+
+        why: the cause, for the error.
+        """
         self._dropped_in_row += 1
         self._remove(group, f"dropped_{reason}")
         if self._dropped_in_row > _MAX_DROPPED_BATCHES * self._rollout.rollout_batch_size:
             what = "--agent-on-failure" if reason == "agent" else "--rollout-filter"
             raise RuntimeError(
                 f"{what} dropped {self._dropped_in_row} groups in a row for step "
-                f"{self.next_rollout} ({dict(self.outcomes)}): this would not end"
+                f"{self.next_rollout} ({dict(self.outcomes)}): this would not end{f'; the last: {why}' if why else ''}"
             )
 
     def _complete(self, group: Group) -> bool:

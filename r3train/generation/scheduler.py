@@ -156,7 +156,7 @@ class Scheduler:
         logger.warning("the group of prompt %s is dropped: %s", group.prompt.prompt_id, dropped)
         try:
             if self.buffer.holds(group):
-                self.buffer.drop(group, dropped.reason)
+                self.buffer.drop(group, dropped.reason, str(dropped))
         except RuntimeError as error:
             self._shared.fail(error)
         for task, other in self._tasks.items():

@@ -43,6 +43,8 @@ _RENDERED_AT_ONCE = 32768
 # A text of fewer characters for each token of the context is tried; of longer ones the tokens are counted, in pieces.
 _MOST_CHARACTERS = 8
 _COUNTED_AT_ONCE = 65536
+# codes of refusals with which a session is at its end, and no failure
+_LIMITS = {"session_over": "calls", "context_length_exceeded": "context"}
 
 Delivered = Callable[[bool], None]
 Unread = tuple[
@@ -56,7 +58,7 @@ class SessionSettings:
 
     read: gives what an answer's text holds.  decode: the text of tokens, with special ones.  history: append, or template, which continues a chain only
     where the rendering of the whole request begins with the chain's text.  max_calls: also the sample ids that a
-    session may take.
+    session may take.  max_answer_len: most tokens of one answer.
     """
 
     template: SessionTemplate
@@ -66,6 +68,7 @@ class SessionSettings:
     max_context_len: int
     history: Literal["append", "template"] = "append"
     max_calls: int = 64
+    max_answer_len: int | None = None
 
 
 @dataclass(eq=False)
@@ -160,6 +163,8 @@ class Session:
         self.calls: list[Call] = []
         self.counts: Counter[str] = Counter()
         self.unread: list[Unread] = []  # the first answer that looks like a call and is none
+        # the limit at which the last request was refused, or the last answer cut
+        self.truncated: Literal["calls", "context"] | None = None
         self.called_s = 0.0  # time with a call in flight
         self.stop_token: int | None = (
             None  # one that ended an answer, which the template does not write
@@ -175,9 +180,14 @@ class Session:
 
         Raises ChatRefused: nothing has changed then.
         """
-        await self._check_length(request)
-        prefixes = _prefixes(request)
-        place = self._place(request, prefixes, await self._rendered(request, prefixes))
+        try:
+            await self._check_length(request)
+            prefixes = _prefixes(request)
+            place = self._place(request, prefixes, await self._rendered(request, prefixes))
+        except ChatRefused as refused:
+            self.truncated = _LIMITS.get(refused.code, self.truncated)
+            raise
+        self.truncated = None
         request.begun()
         if self._in_flight == 0:
             self._called = time.monotonic()
@@ -202,6 +212,8 @@ class Session:
             place.chain.busy = False
             if place.chain.tip is None:
                 self.chains.remove(place.chain)
+        if call.finish_reason == "length" and call.end - before == self._room(place):
+            self.truncated = "context"
         self.counts.update(f"ignored_{name}" for name in request.ignored)
         reason = _finish(call.finish_reason)
         is_cut = reason == "length" and call.end - call.start == request.max_tokens
@@ -343,7 +355,7 @@ class Session:
         return next(number for number in ids if number not in ids_in_use)
 
     def _room(self, place: _Place) -> int:
-        """Tokens that the answer may have; raises ChatRefused where none fits."""
+        """Tokens that the context has left for an answer; raises ChatRefused where none fits."""
         tokens, most = place.sample.num_tokens, self.settings.max_context_len
         response = self.settings.sampling.max_new_tokens
         behind_first = tokens - place.chain.first_prompt
@@ -351,14 +363,15 @@ class Session:
         if room < 1:
             limit = min(most, place.chain.first_prompt + response)
             raise _too_long(limit, str(tokens))
-        return min(room, place.request.max_tokens or room)
+        return room
 
     # ---- an answer ---------------------------------------------------------------------------------
 
     async def _sampled(self, place: _Place) -> tuple[RolloutSample, str, str | None]:
         """Generate the answer; returns the chain's sample with it, its text without what ended it, and a stop text."""
-        sample, start, tokens_left = place.sample, place.sample.num_tokens, self._room(place)
-        stops = place.request.stop
+        sample, start, stops = place.sample, place.sample.num_tokens, place.request.stop
+        limits = self._room(place), place.request.max_tokens, self.settings.max_answer_len
+        tokens_left = min(filter(None, limits))
         while True:
             piece = min(tokens_left, _STOP_PIECE) if stops else tokens_left
             before = sample.num_tokens

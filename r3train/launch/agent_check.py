@@ -117,9 +117,10 @@ def play_session(config: RunConfig, prompt: Prompt | None = None) -> dict[str, A
     given = prompt or Prompt("check", 0, _TASK, np.zeros(1, np.int32), None, content=_TASK)
     settings = config.agent.model_copy(update={"agent_on_failure": "drop"})
     template = SessionTemplate.of(ChatTemplate(tokenizer, config.data))
-    endpoint, facts = make_chat_endpoint(settings, _Endpoint), {}
-    endpoint.model = model = ScriptedModel(template, stop)
+    model, facts = ScriptedModel(template, stop), {}
     sessions = session_settings(config, hf, tokenizer, model.read)
+    endpoint = make_chat_endpoint(settings, sessions.max_context_len, _Endpoint)
+    endpoint.model = model
 
     async def watch() -> None:
         while True:
@@ -132,15 +133,15 @@ def play_session(config: RunConfig, prompt: Prompt | None = None) -> dict[str, A
 
     async def play(directory: str) -> None:
         watching = asyncio.create_task(watch())
-        run = runner(settings, Path(directory))
-        agents = Agents(settings, sessions, endpoint, run, settings.named, facts.update)
+        run, end = runner(settings, Path(directory))
+        agents = Agents(settings, sessions, endpoint, run, settings.named, facts.update, end=end)
         episode = AgentEpisode(agents)
         try:
             with suppress(EpisodeDropped):  # its failure is recorded
                 await episode(model.generate, given, sampling=sessions.sampling, sample_id=0)
         finally:
             watching.cancel()
-            await endpoint.stop()
+            await agents.stop()
 
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     with TemporaryDirectory(prefix="r3train-agent-") as directory:

@@ -19,8 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from r3train.agents.command import run_command
+from r3train.agents.command import no_proxy, run_command
 from r3train.agents.http import Access, ChatEndpoint
+from r3train.agents.workers import Workers
 from r3train.chat.base import AgentFailed, AgentTask, ChatRefused, ChatRequest, Parsed, Read
 from r3train.config import RunConfig
 from r3train.config.agent_settings import AgentSection
@@ -50,6 +51,20 @@ def get_agent(name: str) -> Callable[[AgentTask], Awaitable[Any]]:
     return found
 
 
+def check_command(settings: AgentSection) -> None:
+    """Raise ValueError where the command is not there, or one of its words is a file of this directory alone."""
+    words = shlex.split(settings.agent_command)
+    for place, word in enumerate(words):
+        is_path = "/" in word or (place and Path(word).suffix)
+        if is_path and not os.path.isabs(word) and os.path.isfile(word):
+            raise ValueError(
+                f"{settings.named}: {word} is not where the command runs, an empty directory for each session:"
+                f" give {os.path.abspath(word)}"
+            )
+    if shutil.which(words[0]) is None:
+        raise ValueError(f"{settings.named}: no such command")
+
+
 def make_parser(config: RunConfig, tokenizer: Any) -> Parser:
     """Make what reads the answers' texts."""
     return Parser(
@@ -76,6 +91,7 @@ def session_settings(
         max_context_len=most,
         history=config.agent.agent_history,
         max_calls=config.agent.agent_max_calls,
+        max_answer_len=config.agent.agent_max_answer_len,
     )
 
 
@@ -87,8 +103,8 @@ def rehearse(config: RunConfig, hf: HfModelFacts, tokenizer: Any) -> tuple[str, 
     settings = config.agent
     if settings.agent is not None:
         get_agent(settings.agent)
-    elif shutil.which(shlex.split(settings.agent_command)[0]) is None:
-        raise ValueError(f"{settings.named}: no such command")
+    else:
+        check_command(settings)
     parser = make_parser(config, tokenizer)
     try:
         parser.check()
@@ -239,20 +255,25 @@ def make_agents(job: Job, run_dir: Path) -> Agents:
     def record(facts: Mapping[str, Any]) -> None:
         append_lines(run_dir / SESSIONS_FILE, [facts])
 
+    sessions = session_settings(job.config, job.hf, job.tokenizer, parser)
+    run, end = runner(settings, run_dir)
     return Agents(
         settings=settings,
-        sessions=session_settings(job.config, job.hf, job.tokenizer, parser),
-        endpoint=make_chat_endpoint(settings),
-        run=runner(settings, run_dir),
+        sessions=sessions,
+        endpoint=make_chat_endpoint(settings, sessions.max_context_len),
+        run=run,
         name=settings.named,
         record=record,
         close=parser.close,
+        end=end,
         other_parsers=parser.others,
     )
 
 
 def make_chat_endpoint(
-    settings: AgentSection, kind: type[ChatEndpoint] = ChatEndpoint
+    settings: AgentSection,
+    max_context_len: int | None = None,
+    kind: type[ChatEndpoint] = ChatEndpoint,
 ) -> ChatEndpoint:
     """Make the chat endpoint of all sessions; it belongs to the event loop that opens it."""
     return kind(
@@ -263,32 +284,42 @@ def make_chat_endpoint(
         model=settings.agent_model,
         other_base_url=settings.agent_other_base_url,
         other_key=os.environ.get("R3TRAIN_AGENT_OTHER_API_KEY"),
+        base_url=settings.agent_base_url,
+        max_model_len=max_context_len,
     )
 
 
 Run = Callable[[Access, Prompt, bytearray], Awaitable[Any]]
 
 
-def runner(settings: AgentSection, run_dir: Path) -> Run:
-    """Return what lets the agent work on a prompt; run_dir: of the directories of commands."""
+End = Callable[[], Awaitable[None]]
+
+
+def runner(settings: AgentSection, run_dir: Path) -> tuple[Run, End | None]:
+    """Return what lets the agent work on a prompt, and what ends workers; run_dir: of the directories of commands."""
     if settings.agent_command is None:
-        return _function(settings)
+        return _function(settings), None
     command, room = shlex.split(settings.agent_command), run_dir / "agents"
+    workers = Workers(settings, room)
 
     async def run(access: Access, prompt: Prompt, output: bytearray) -> Any:
         room.mkdir(exist_ok=True)
+        task = {"prompt": prompt.content, "metadata": prompt.metadata}
+        if settings.agent_workers is not None:
+            return await workers.run(access, task, output)
         with TemporaryDirectory(dir=room, ignore_cleanup_errors=True) as directory:
             return await run_command(
                 command,
                 access,
-                {"prompt": prompt.content, "metadata": prompt.metadata},
+                task,
                 Path(directory),
                 timeout_s=settings.agent_timeout_s,
                 env_names=settings.agent_env,
                 output=output,
+                exit_code_fails=settings.agent_exit_code_fails,
             )
 
-    return run
+    return run, workers.end
 
 
 def _function(settings: AgentSection) -> Run:
@@ -305,7 +336,9 @@ def _function(settings: AgentSection) -> Run:
             prompt.label,
             dict(prompt.metadata),
             access.model,
+            access.session_url,
         )
+        os.environ.update(no_proxy(os.environ, access.base_url))
         try:
             return await loop.ask(lambda: function(task), "the agent", settings.agent_timeout_s)
         except ValueError as error:

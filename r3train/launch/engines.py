@@ -512,7 +512,7 @@ class Engines(RolloutFleet):
             shared = {
                 "most": job.config.max_sessions,
                 "stats": self._agents.stats,
-                "close": self._agents.endpoint.stop,
+                "close": self._agents.stop,
             }
         return Episodes(
             make=self._make_episode(job.config.rollout),
@@ -560,10 +560,11 @@ class Engines(RolloutFleet):
         ]
 
     async def end_sessions(self) -> None:
-        """Close the agents' endpoint; another event loop may open it again."""
+        """End the agents that stay, and close their endpoint; another event loop may open it again."""
         if self._agents is not None:
-            await self._agents.endpoint.stop()
-            self._agents.endpoint = make_chat_endpoint(self.job.config.agent)
+            await self._agents.stop()
+            context = self._agents.sessions.max_context_len
+            self._agents.endpoint = make_chat_endpoint(self.job.config.agent, context)
 
     def _group_ended(self, outcome: Outcome) -> None:
         """Append a prompt's fate as it happens, so that it survives the process."""

@@ -216,7 +216,8 @@ def draft_metrics(since: Callable[[str], float]) -> dict[str, float]:
 
 
 _SUMS = (
-    "failures refused unread_calls undelivered cut_tokens special_in_text retries_joined".split()
+    "failures truncated_calls truncated_context refused unread_calls undelivered cut_tokens"
+    " special_in_text retries_joined".split()
 )
 
 

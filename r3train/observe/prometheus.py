@@ -11,7 +11,9 @@ Names are those of metric_table.py after ``r3train:``, as vLLM and SGLang have t
 
 from __future__ import annotations
 
+import contextlib
 import re
+import socket
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -29,14 +31,15 @@ _SUMMED = {
     "rollout/num_samples": "samples",
     "train/num_loss_tokens": "loss_tokens",
 }
+_MOST_CONNECTIONS = 32
 _FAULTS, _EVAL = "faults/", "eval/"
 
 
 class PrometheusSink:
     """A server of the last step's numbers, and of each set's last evaluation.
 
-    port: 0 takes a free one.  silent_s: a connection, which holds a thread, ends where nothing comes for so long.  Raises
-    ValueError where it cannot be listened on.
+    port: 0 takes a free one.  silent_s: a connection, which holds a thread, ends where nothing comes for so long; of many
+    at once the oldest end.  Raises ValueError where it cannot be listened on.
     """
 
     def __init__(self, port: int, silent_s: float = 10.0) -> None:
@@ -51,8 +54,21 @@ class PrometheusSink:
             raise ValueError(f"--metrics-port {port}: {_HOST}: {error.strerror}") from None
         handler = self._server.RequestHandlerClass
         self._server.RequestHandlerClass = type("Request", (handler,), {"timeout": silent_s})
+        self._server.process_request_thread = self._answer
+        self._connections: dict[socket.socket, None] = {}  # the oldest first
         self._server.handle_error = lambda *_: None  # a client that left, or says nothing
         self.url = f"http://{_HOST}:{self._server.server_port}/metrics"
+
+    def _answer(self, connection: socket.socket, address: Any) -> None:
+        """Answer on the connection's own thread."""
+        self._connections[connection] = None
+        for oldest in list(self._connections)[:-_MOST_CONNECTIONS]:
+            with contextlib.suppress(OSError):
+                oldest.shutdown(socket.SHUT_RDWR)
+        try:
+            type(self._server).process_request_thread(self._server, connection, address)
+        finally:
+            del self._connections[connection]
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
         """Serve these numbers from now on, in place of those of the step before."""

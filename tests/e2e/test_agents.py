@@ -193,7 +193,7 @@ def test_a_command_makes_rollouts_and_evaluations_and_groups_at_which_it_fails_a
     assert not list((job.run_dir / "agents").iterdir()), "a session's directory goes with it"
 
 
-def test_a_checkpoint_is_evaluated_by_the_agent_that_is_trained(task, tmp_path):
+def test_a_checkpoint_is_evaluated_by_workers_of_the_agent_that_is_trained(task, tmp_path):
     few = tmp_path / "few.jsonl"
     few.write_text("".join((task / "prompts.jsonl").read_text().splitlines(keepends=True)[:5]))
     done = subprocess.run(
@@ -204,11 +204,11 @@ def test_a_checkpoint_is_evaluated_by_the_agent_that_is_trained(task, tmp_path):
             "eval",
             str(task / "model"),
             "--agent-command",
-            COMMAND,
+            f"{COMMAND} worker",
             *"--apply-chat-template --agent-tool-call-parser none".split(),
-            "--agent-on-failure",
-            "drop",
-            *f"--eval-prompt-data few {few}".split(),
+            "--agent-workers",
+            "3",
+            *f"--eval-prompt-data other {few} few {few}".split(),
             *"--eval-max-response-len 60 --n-samples-per-eval-prompt 2".split(),
             *f"--run-dir {tmp_path / 'run'} --no-tensorboard".split(),
         ],
@@ -222,6 +222,7 @@ def test_a_checkpoint_is_evaluated_by_the_agent_that_is_trained(task, tmp_path):
     found = (tmp_path / "run" / "eval" / "metrics.jsonl").read_text().splitlines()
     evaluated = json.loads(found[-1])
     assert evaluated["eval/few/num_samples"] == 10 and evaluated["eval/few/mean"] > 0
+    assert not list((tmp_path / "run" / "agents").iterdir())
     rows = [
         json.loads(x)
         for x in next((tmp_path / "run" / "eval").glob("*-few.jsonl")).read_text().splitlines()

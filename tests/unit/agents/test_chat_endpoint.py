@@ -12,7 +12,7 @@ import orjson
 import pytest
 from aiohttp import web
 
-from r3train.agents.http import ChatEndpoint
+from r3train.agents.http import Access, ChatEndpoint
 from r3train.chat.base import ChatRefused
 from r3train.config.agent_settings import AgentSection
 from r3train.launch.agents import make_chat_endpoint
@@ -412,9 +412,56 @@ async def test_the_settings_of_a_run_are_the_endpoints(monkeypatch):
         await endpoint.stop()
 
 
-async def test_models_are_listed():
-    async with opened(Script()) as (_, access):
-        assert [model.id async for model in _client(access).models.list()] == ["r3train"]
+async def test_models_are_listed_with_the_length_of_a_context():
+    async with opened(Script(), max_model_len=4096) as (_, access):
+        [model] = [model async for model in _client(access).models.list()]
+        assert (model.id, model.max_model_len) == ("r3train", 4096)
+
+
+async def test_a_session_is_named_by_its_path_in_all_dialects():
+    script, rewards, endpoint = Script(), [], ChatEndpoint()
+    try:
+        access = await endpoint.open(script, rewards.append)
+        for key in ("", "some-key-of-a-service"):
+            way = Access(access.session_url, key)
+            for path in _PATHS:
+                body = orjson.dumps({"model": "m", "messages": _ASK, "input": "hi"})
+                assert (await _post(way, body, path=path))[0] == 200
+            assert [model.id async for model in _client(way).models.list()] == ["r3train"]
+            assert (await _post(way, b"1", path="/r3train/reward"))[0] == 200
+        assert (await _post(way, path="/embeddings"))[0] == 404
+        assert len(script.requests) == 6 and rewards == [1.0, 1.0]
+        told = endpoint.requests(access.key)
+        paths = {fact["request"] for fact in told}
+        assert "POST /v1/messages" in paths and "POST /v1/embeddings" in paths
+        assert access.key not in str(told)
+        other = Access(access.session_url.replace("sk-", "ks-"), access.key)
+        assert (await _post(other))[0] == 401
+        await endpoint.close(access.key)
+        assert (await _post(way))[0] == 403
+    finally:
+        await endpoint.stop()
+
+
+async def test_requests_for_other_models_go_on_without_the_sessions_key():
+    judge = Script({"content": "yes"})
+    async with opened(judge, model="gpt-4.1") as (_, judges):
+        async with opened(Script(), other_base_url=judges.session_url) as (_, access):
+            answer = await _client(Access(access.session_url, "x")).chat.completions.create(
+                model="gpt-4.1", messages=_ASK
+            )
+            assert answer.choices[0].message.content == "yes"
+
+
+@pytest.mark.parametrize("given", ["https://gw.example/a", "https://gw.example/a/v1/"])
+async def test_agents_are_told_the_public_name(given):
+    endpoint = make_chat_endpoint(AgentSection(agent="m:f", agent_base_url=given), 512)
+    try:
+        access = await endpoint.open(Script())
+        assert access.base_url == "https://gw.example/a/v1"
+        assert access.session_url == f"https://gw.example/a/s/{access.key}/v1"
+    finally:
+        await endpoint.stop()
 
 
 async def test_tokens_are_counted_by_the_session():
@@ -600,13 +647,21 @@ def _address(access) -> tuple[str, int]:
     return name, int(port)
 
 
-@pytest.mark.parametrize("sent", [b"", b"POST /v1/chat/completions HTTP/1.1\r\nHost: a"])
+_HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 99\r\n"
+
+
+@pytest.mark.parametrize("sent", [b"", _HEAD, _HEAD + b"\r\n{", _HEAD + b"x-api-key: KEY\r\n\r\n{"])
 async def test_a_connection_without_a_whole_request_is_closed(sent):
-    async with opened(Script(), idle_s=0.2) as (_, access):
+    script = Script()
+    async with opened(script, idle_s=0.2, max_parallel=1) as (_, access):
         reader, writer = await asyncio.open_connection(*_address(access))
-        writer.write(sent)
-        assert await reader.read() == b""
+        writer.write(sent.replace(b"KEY", access.key.encode()))
+        answer = await asyncio.wait_for(reader.read(), 30)
+        assert (b" 408 " in answer) == (b"KEY" in sent) and (b" 401 " in answer) == (
+            sent[-1:] == b"{" and b"KEY" not in sent
+        )
         writer.close()
+        assert (await _post(access))[0] == 200, "it holds no slot"
 
 
 async def test_a_connection_that_waits_for_its_answer_stays():
@@ -617,6 +672,21 @@ async def test_a_connection_that_waits_for_its_answer_stays():
         await asyncio.sleep(0.5)
         script.may_answer.set()
         assert (await asked)[0] == 200
+
+
+async def test_nobody_notices_a_strangers_idle_connections():
+    count, script = 500, Script()
+    async with opened(script) as (_, access):
+        strangers = await asyncio.gather(
+            *(asyncio.open_connection(*_address(access)) for _ in range(count))
+        )
+        try:
+            asked = await asyncio.gather(*(_post(access) for _ in range(20)))
+            assert [status for status, _ in asked] == [200] * 20
+            assert not any(reader.at_eof() for reader, _ in strangers)
+        finally:
+            for _, writer in strangers:
+                writer.close()
 
 
 async def test_connections_above_a_quarter_of_the_open_files_are_refused_and_sessions_go_on():

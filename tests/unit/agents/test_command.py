@@ -88,8 +88,8 @@ async def test_no_secret_of_the_run_is_in_a_harness_or_its_guard(tmp_path, monke
             r"/reward.json: the reward b'good': expected a number",
         ),
         (
-            "import os; open(os.environ['R3TRAIN_REWARD_FILE'], 'w').write('1'); os._exit(2)",
-            "ended with exit code 2",
+            "import os; open(os.environ['R3TRAIN_REWARD_FILE'], 'w').write('good'); os._exit(2)",
+            "ended with exit code 2; .*/reward.json: the reward b'good'",
         ),
     ],
 )
@@ -97,6 +97,39 @@ async def test_a_harness_that_fails_is_quoted_with_its_last_lines(tmp_path, prog
     with pytest.raises(AgentFailed, match=what) as failed:
         await _run(tmp_path, program)
     assert len(str(failed.value)) < 20_000
+
+
+@pytest.mark.parametrize("end", ["os._exit(2)", "os.kill(os.getpid(), 9)"])
+async def test_a_reward_that_was_written_counts_whatever_the_exit_code_unless_that_is_wanted(
+    tmp_path, end
+):
+    program = f"import os; open(os.environ['R3TRAIN_REWARD_FILE'], 'w').write('0.5'); {end}"
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    assert await _run(tmp_path / "a", program) == 0.5
+    with pytest.raises(AgentFailed, match="ended with (exit code 2|signal SIGKILL)") as failed:
+        await _run(tmp_path / "b", program, exit_code_fails=True)
+    assert failed.value.reward == 0.5
+
+
+async def test_a_reward_does_not_hide_that_the_time_was_up(tmp_path):
+    program = (
+        "import os, time; open(os.environ['R3TRAIN_REWARD_FILE'], 'w').write('0.5'); time.sleep(99)"
+    )
+    with pytest.raises(AgentFailed, match="took longer than 3 s") as failed:
+        await _run(tmp_path, program, timeout_s=3.0)
+    assert failed.value.reward == 0.5
+
+
+async def test_no_proxy_stands_between_a_harness_and_its_endpoint(tmp_path, monkeypatch):
+    monkeypatch.setenv("no_proxy", "a.example, b.example")
+    program = """if True:
+        import os, urllib.request
+        assert os.environ["no_proxy"] == os.environ["NO_PROXY"]
+        assert urllib.request.proxy_bypass("127.0.0.1:1") and not urllib.request.proxy_bypass("c.example")
+        open(os.environ["R3TRAIN_REWARD_FILE"], "w").write(str(bool(urllib.request.proxy_bypass("b.example")) + 0))
+    """
+    assert await _run(tmp_path, program, env_names=["no_proxy"]) == 1.0
 
 
 async def test_a_command_that_is_not_there_fails_by_name(tmp_path):

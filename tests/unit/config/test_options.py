@@ -67,6 +67,7 @@ def test_help_shows_every_field_under_its_section():
 # values of fields that take no other text
 PATTERNED = {
     "agent": "m:f",
+    "agent_base_url": "http://h",
     "agent_other_base_url": "http://h/v1",
     "custom_rm_path": "m:f",
     "target_modules": "q_proj",

@@ -148,6 +148,11 @@ REFUSED = f"""
     environment="calculator", environment_samples="turn", global_batch_size=8 | turn needs one optimizer step per rollout
     agent_max_calls=2 | --agent-max-calls 2 has no effect without --agent or --agent-command
     {AGENT}, agent_command="run it" | --agent m:f cannot go with --agent-command run it: one of them makes the rollouts
+    {AGENT}, agent_exit_code_fails=true | --agent-exit-code-fails has no effect without --agent-command
+    {AGENT}, agent_workers=2 | --agent-workers 2 has no effect without --agent-command
+    {AGENT}, agent_host="0.0.0.0" | --agent-host 0.0.0.0 needs --agent-base-url: agents need an address to call
+    {COMMAND}, agent_host="::" | --agent-host :: needs --agent-base-url
+    {AGENT}, agent_base_url="tunnel" | --agent-base-url: expected http://HOST:PORT or https://HOST, got 'tunnel'
     {AGENT}, agent_env=["A"] | --agent-env A has no effect without --agent-command
     agent_command="run '", apply_chat_template=true | --agent-command: no closing quotation, got "run '"
     {COMMAND}, global_batch_size=8 | --agent-command x needs one optimizer step per rollout (--global-batch-size)
@@ -162,7 +167,7 @@ REFUSED = f"""
     {AGENT}, group_rm=true, custom_rm_path="m:f" | --agent m:f cannot go with --group-rm: a session has several samples
     {AGENT}, rollout_ignore_eos=true | --agent m:f cannot go with --rollout-ignore-eos: no answer would end
     {AGENT}, {SFT} | --agent m:f cannot go with --loss-type sft without --replay-rollouts: nothing is generated
-    {AGENT}, agent_failure_reward=-1.0 | --agent-failure-reward -1 has no effect without --agent-on-failure train (it is error)
+    {AGENT}, agent_failure_reward=-1.0 | --agent-failure-reward -1 has no effect without --agent-on-failure train (it is drop)
     environment="calculator", group_rm=true | --group-rm cannot go with --environment calculator
     # replay
     {R3}, transformer_overrides={{moe_router_load_balancing_type=["aux_loss", "quantile"]}} | _type = ['aux_loss', 'quantile']

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pytest
 from tests.unit.generation.session_play import assert_sound, Play, PROMPT, TOOLS, user
 
-from r3train.chat.base import AgentFailed, ChatRefused, ChatRequest
+from r3train.chat.base import AgentFailed, BadReward, ChatRefused, ChatRequest
 from r3train.config.agent_settings import AgentSection
 from r3train.engine.backend import EngineError, SamplingParams
 from r3train.generation.agent_episode import AgentEpisode, Agents
@@ -60,9 +60,9 @@ async def ask(access: Access, *messages: dict, **more) -> dict:
     return answer.message
 
 
-def play(run, *, evaluates=False, **settings):
+def play(run, *, evaluates=False, limits=(), **settings):
     """Play the episode of an agent, with its recorded facts, its endpoint and its engine."""
-    made = Play()
+    made = Play(**dict(limits))
     records: list[dict] = []
     endpoint = ChatEndpoint()
 
@@ -71,7 +71,7 @@ def play(run, *, evaluates=False, **settings):
         return await run(access)
 
     agents = Agents(
-        AgentSection(agent="m:f", **settings),
+        AgentSection(agent="m:f", **{"agent_on_failure": "error"} | settings),
         made.settings,
         endpoint,
         with_endpoint,
@@ -151,6 +151,93 @@ def test_in_an_evaluation_a_failure_counts_and_is_not_recorded(agent):
     samples, reward = made.outcome()
     assert len(samples) == 1 and reward == 0.0 and made.records == []
     assert "sessions" not in made.agents.stats()["agent"]
+
+
+async def asks_on(access, *, then=None) -> float:
+    """It ignores that its calls or its context are at their end until it is refused one, and then raises."""
+    messages = [user("go")]
+    while True:
+        try:
+            messages += [await ask(access, *messages), user("on")]
+        except ChatRefused as refused:
+            raise then or AgentFailed(f"it raised {refused.code}", 0.25) from None
+
+
+_LIMITS = {"calls": {"max_calls": 2}, "context": {"max_context_len": 60}}
+
+
+@pytest.mark.parametrize("limit", _LIMITS)
+def test_an_agent_at_the_end_of_its_calls_or_context_has_not_failed(limit):
+    made = play(asks_on, limits=_LIMITS[limit])
+    samples, reward = made.outcome()
+    assert_sound(samples)
+    assert reward == 0.25 and len(samples) == 1
+    [record] = made.records
+    assert (record["truncated"], record["failure"], record["reward"]) == (limit, None, 0.25)
+    stats = made.agents.stats()["agent"]
+    assert (stats[f"truncated_{limit}"], stats["failures"]) == (1, 0)
+
+
+@pytest.mark.parametrize("posts", [True, False])
+def test_its_posted_reward_counts_and_without_one_it_is_scored(posts):
+    async def raises_at_the_end(access):
+        if posts:
+            access.take_reward(0.75)
+        await asks_on(access, then=AgentFailed("it raised"))
+
+    made = play(raises_at_the_end, limits=_LIMITS["calls"], agent_reward_post=True)
+    assert made.outcome()[1] == (0.75 if posts else None)
+
+
+def test_a_limit_excuses_neither_a_bad_reward_nor_what_fails_after_another_answer():
+    async def writes_text(access):
+        await asks_on(access, then=BadReward("the reward 'good': expected a number"))
+
+    async def goes_on(access):
+        with pytest.raises(ChatRefused):
+            await ask(access, user("x" * 500))
+        await ask(access, user("go"))
+        raise AgentFailed("it raised KeyError")
+
+    async def asks_for_too_much_at_first(access):
+        await ask(access, user("x" * 500))
+
+    for agent, limits, said in (
+        (writes_text, _LIMITS["calls"], "expected a number"),
+        (goes_on, _LIMITS["context"], "it raised KeyError"),
+        (asks_for_too_much_at_first, _LIMITS["context"], "never called the model"),
+    ):
+
+        async def fails(access, agent=agent):
+            try:
+                await agent(access)
+            except ChatRefused:
+                raise AgentFailed("it was refused") from None
+
+        made = play(fails, limits=limits)
+        with pytest.raises(ValueError, match=said):
+            made.outcome()
+        assert made.agents.stats()["agent"]["failures"] == 1
+
+
+def test_a_session_that_ends_well_at_a_limit_is_counted_too():
+    """The context is full with its last answer; --agent-max-answer-len and max_tokens are none of it."""
+
+    async def one_call(access, **more) -> float:
+        await ask(access, user("go"), **more)
+        return 1.0
+
+    async def bounded(access) -> float:
+        return await one_call(access, max_tokens=3)
+
+    cases = (one_call, {"max_context_len": 40}, "context"), (bounded, {}, None)
+    for agent, limits, truncated in (*cases, (one_call, {"max_answer_len": 3}, None)):
+        made = play(agent, limits=limits)
+        made.engine.answers = ["red " * 50]
+        [sample], reward = made.outcome()
+        assert (sample.finish_reason, reward) == ("length", 1.0)
+        assert made.records[0]["truncated"] == truncated
+        assert truncated or sample.response_len == 3
 
 
 @pytest.mark.parametrize("takes", [True, False])

@@ -218,3 +218,18 @@ def test_a_dry_run_plays_a_session_of_the_command_on_the_first_prompt(tmp_path, 
         said in result.output
         and ("agent-check, last lines: name animals" in result.output) == works
     )
+
+
+WORKER = """
+import json, sys, urllib.request
+for line in sys.stdin:
+    task = json.loads(line)
+    body = json.dumps({"messages": [{"role": "user", "content": task["prompt"]}]}).encode()
+    urllib.request.urlopen(task["session_url"] + "/chat/completions", body).read()
+    print(json.dumps({"id": task["id"], "reward": 0.5}), flush=True)
+"""
+
+
+def test_a_worker_is_checked_as_a_run_would_use_it(tmp_path):
+    code, shown = checked(tmp_path, WORKER, "--agent-workers", "1")
+    assert code == 0 and shown["reward"] == "0.5" and shown["result"] == "works", shown

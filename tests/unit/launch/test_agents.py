@@ -4,25 +4,39 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import shlex
+import socket
+import sys
 import threading
+import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from tests.e2e.tool_calculator import TEMPLATE
 
 from r3train.agents.http import Access
-from r3train.chat.base import ChatRequest, Parsed
+from r3train.chat.base import AgentFailed, ChatRequest, Parsed
 from r3train.config import RunConfig
 from r3train.config.agent_settings import AgentSection
 from r3train.config.cross_checks import check_longest_chain
 from r3train.config.hf_facts import read_hf_facts
 from r3train.config.sources import ConfigError
 from r3train.data.tokenizer import load_tokenizer
-from r3train.engine.backend import Segment
+from r3train.engine.backend import SamplingParams, Segment
 from r3train.generation import stitch
+from r3train.generation.agent_episode import AgentEpisode
 from r3train.generation.sessions import Session
-from r3train.launch.agents import make_parser, rehearse, runner, session_settings
+from r3train.launch.agents import (
+    check_command,
+    make_agents,
+    make_parser,
+    rehearse,
+    runner,
+    session_settings,
+)
 from r3train.launch.estimate import longest_sample
 from r3train.loop.step_metrics import agent_metrics, shared_failure
 from r3train.observe.metric_table import row_of
@@ -88,12 +102,148 @@ def test_three_turns_of_an_agent_are_rehearsed_and_shown(model):
 
 async def test_a_function_that_blocks_holds_up_no_loop_but_that_of_the_agents():
     """It is told to go on by the loop that asked it."""
-    run = runner(AgentSection(agent=f"{HERE}:blocks"), Path("none"))
+    run, _ = runner(AgentSection(agent=f"{HERE}:blocks"), Path("none"))
     prompt = Prompt("p", 0, "", np.zeros(1, np.int32), None)
     working = asyncio.ensure_future(run(Access("http://x/v1", "k"), prompt, bytearray()))
     await asyncio.sleep(0.1)
     MAY_END.set()
     assert await working == 1.0
+
+
+_TELLS = """if True:
+    import os, sys
+    open(os.environ["R3TRAIN_REWARD_FILE"], "w").write("0.5")
+    sys.exit(3)
+"""
+_ECHOES = """if True:
+    import json, sys
+    for line in sys.stdin:
+        task = json.loads(line)
+        print(json.dumps({"id": task["id"], "reward": len(task["prompt"])}), flush=True)
+"""
+
+
+async def test_settings_of_commands_and_workers_reach_them(tmp_path):
+    prompt = Prompt("p", 0, "", np.zeros(1, np.int32), None, content="four")
+
+    def settings(program, **more):
+        command = shlex.join([sys.executable, "-c", program])
+        return AgentSection(agent_command=command, **more)
+
+    async def outcome(program, **more):
+        run, end = runner(settings(program, **more), tmp_path)
+        try:
+            return await run(Access("http://x/v1", "k"), prompt, bytearray())
+        finally:
+            await end()
+
+    assert await outcome(_TELLS) == 0.5
+    with pytest.raises(AgentFailed, match="exit code 3"):
+        await outcome(_TELLS, agent_exit_code_fails=True)
+    assert await outcome(_ECHOES, agent_workers=3) == 4.0
+    with pytest.raises(AgentFailed, match="longer than 0.5 s"):
+        await outcome("import time; time.sleep(99)", agent_workers=1, agent_timeout_s=0.5)
+    assert not list((tmp_path / "agents").iterdir())
+
+
+def test_workers_bound_the_sessions_at_once():
+    given = {"apply_chat_template": True, "agent_command": "x", "rollout_max_concurrency": 16}
+    for more, most in (
+        ({}, 16),
+        ({"agent_workers": 5}, 5),
+        ({"agent_workers": 5, "agent_max_sessions": 3}, 3),
+    ):
+        assert RunConfig.from_toml("configs/tiny_cpu.toml", given | more).max_sessions == most
+
+
+async def tells_its_proxies(task) -> float:
+    around = urllib.request.proxy_bypass("h.example:1"), urllib.request.proxy_bypass("c.example")
+    return float(around == (True, False) and task.session_url == "http://h.example:1/s/k/v1")
+
+
+async def test_no_proxy_stands_between_a_function_and_its_endpoint(monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.setenv(name, "d.example")
+    run, _ = runner(AgentSection(agent=f"{HERE}:tells_its_proxies"), Path("none"))
+    prompt = Prompt("p", 0, "", np.zeros(1, np.int32), None)
+    assert await run(Access("http://h.example:1/v1", "k"), prompt, bytearray()) == 1.0
+    assert os.environ["NO_PROXY"] == "d.example,h.example"
+
+
+# It asks until it is refused; the reward says how long a context is.  It knows its session by its path alone.
+_ASKS_ON = """if True:
+    import json, os, urllib.request
+    url = os.environ["R3TRAIN_SESSION_URL"].replace("public.example", "127.0.0.1")
+    models = json.load(urllib.request.urlopen(url + "/models"))
+    open(os.environ["R3TRAIN_REWARD_FILE"], "w").write(str(models["data"][0]["max_model_len"]))
+    messages = [{"role": "user", "content": "red"}]
+    while True:
+        request = urllib.request.Request(url + "/chat/completions", json.dumps({"messages": messages}).encode())
+        messages.append(json.load(urllib.request.urlopen(request))["choices"][0]["message"])
+        messages.append({"role": "user", "content": "blue"})
+"""
+
+
+async def test_settings_of_sessions_and_of_the_endpoint_reach_them(model, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    config = RunConfig.from_toml(
+        "configs/tiny_cpu.toml",
+        {
+            "apply_chat_template": True,
+            "hf_checkpoint": str(model),
+            "agent_command": shlex.join([sys.executable, "-c", _ASKS_ON]),
+            "agent_tool_call_parser": "none",
+            "agent_reasoning_parser": "none",
+            "agent_max_calls": 3,
+            "agent_max_answer_len": 5,
+            "agent_port": port,
+            "agent_base_url": f"http://public.example:{port}",
+            "rollout_max_context_len": 150,
+            "rollout_max_response_len": 140,
+        },
+    )
+    tokenizer = load_tokenizer(model)
+
+    async def generate(sample, limit):
+        own = np.full(limit, tokenizer.encode("red", add_special_tokens=False)[0], np.int32)
+        zeros = np.zeros(limit)
+        facts = zeros.astype(np.float32), zeros.astype(np.int32), None, 0, "length"
+        return stitch.extend(sample, Segment(own, *facts))
+
+    job = SimpleNamespace(config=config, hf=read_hf_facts(model), tokenizer=tokenizer)
+    agents = make_agents(job, tmp_path)
+    prompt = Prompt("p", 0, "", np.zeros(1, np.int32), None, content="red")
+    try:
+        sampling = SamplingParams(140)
+        _, reward = await AgentEpisode(agents)(generate, prompt, sampling=sampling, sample_id=0)
+    finally:
+        await agents.stop()
+        agents.close()
+    [session] = map(json.loads, (tmp_path / "sessions.jsonl").read_text().splitlines())
+    assert (session["calls"], session["truncated"], session["failure"]) == (3, "calls", None)
+    assert sum(sample["with_loss"] for sample in session["samples"]) == 3 * 5
+    assert reward == 150.0
+
+
+@pytest.mark.parametrize(
+    "words", ["bin/run.sh", "./bin/run.sh -x", "sh bin/run.sh", "python agent.py"]
+)
+def test_a_file_of_this_directory_is_refused_with_its_absolute_path(words, tmp_path, monkeypatch):
+    (tmp_path / "bin").mkdir()
+    for name in ("bin/run.sh", "agent.py", "serve"):
+        (tmp_path / name).write_text("#!/bin/sh\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+
+    name = "agent.py" if "agent.py" in words else "bin/run.sh"
+    with pytest.raises(ValueError, match=str(tmp_path / name)):
+        check_command(AgentSection(agent_command=words))
+    absolute = words.replace("./", "").replace(name, str(tmp_path / name))
+    check_command(AgentSection(agent_command=absolute))
+    for others in ("sh serve", "sh -c 'cat agent.py; bin/run.sh'"):  # names by chance, and texts
+        check_command(AgentSection(agent_command=others))
 
 
 async def test_a_parser_sees_special_tokens_and_not_the_one_that_ends_the_answer(model):

@@ -231,6 +231,9 @@ def test_strangers_at_a_port_do_not_fill_the_log(tmp_path):
     assert done.returncode == 0, done
     kinds = [log.count(words) for words in ("Error handling request", "socket.accept()")]
     assert kinds == [1, 1] and len(done.stderr.splitlines()) < 50, log
+    [line] = [line for line in log.splitlines() if "Error handling request" in line]
+    assert "HTTP/9" in line, log
+    assert "web_protocol.py" not in log and "http_parser" not in log, log
 
 
 def test_another_error_of_the_same_logger_is_shown_each_time(rank0):

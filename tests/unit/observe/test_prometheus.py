@@ -96,6 +96,21 @@ def test_a_connection_on_which_nothing_comes_is_closed_without_a_word(capfd):
     assert capfd.readouterr() == ("", "")
 
 
+def test_of_many_connections_the_oldest_end_and_the_numbers_are_served():
+    sink = PrometheusSink(0, silent_s=3600.0)
+    port, threads = int(sink.url.split(":")[2].split("/")[0]), threading.active_count()
+    silent = [socket.create_connection(("127.0.0.1", port), timeout=30) for _ in range(100)]
+    try:
+        assert [one.recv(1) for one in silent[:68]] == [b""] * 68
+        assert scraped(sink.url)["r3train:steps_total"] == 0
+        while threading.active_count() > threads + 32:
+            time.sleep(0.01)
+    finally:
+        for one in silent:
+            one.close()
+        sink.close(False)
+
+
 def test_every_metric_has_a_name_of_its_own():
     keys = [metric.key for rows in METRICS.values() for metric in rows]
     names = [exported_name(key) for key in keys]
