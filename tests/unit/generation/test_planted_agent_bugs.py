@@ -327,9 +327,9 @@ BUGS = {
     ),
     "max_tokens above the room": Bug(
         SESSION,
-        "_room",
-        "min(room, place.request.max_tokens or room)",
-        "place.request.max_tokens or room",
+        "_sampled",
+        "self._room(place), place.request.max_tokens,",
+        "place.request.max_tokens or self._room(place),",
         a_fork_keeps_to_the_longest_response,
     ),
     "the template's history keeps the end token": Bug(
