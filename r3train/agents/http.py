@@ -120,6 +120,11 @@ class _Session:
     calls: dict[bytes, list[_Call]] = field(default_factory=dict)
     is_over: bool = False
 
+    def answered(self, number: str) -> ChatAnswer | None:
+        """The answer of the call with this number, None while there is none."""
+        calls = (call for same in self.calls.values() for call in same)
+        return next((call.answer for call in calls if call.number == number), None)
+
     def to_join(self, request: ChatRequest) -> _Call | None:
         """The call whose answer an equal request gets: one that its client has left; else, if it is marked, the latest.
 
@@ -413,6 +418,8 @@ class ChatEndpoint:
         """Read a request of the policy; raises ChatRefused, for one of another model too."""
         body, retries = await self._body_of(request), request.headers.get("x-stainless-retry-count")
         read = partial(dialect.read_request, body, retries, self._strict)
+        if dialect is responses:
+            read = partial(read, answered=session.answered)
         call = await asyncio.to_thread(read) if len(body) > _READ_AT_ONCE else read()
         if self._other is None and not self._is_policy(session, call.model):
             raise ChatRefused(

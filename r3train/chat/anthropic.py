@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import orjson
 
 from r3train.chat.base import ChatAnswer, ChatRefused, Message
+from r3train.chat.messages import checked_tools
 from r3train.chat.openai import (
     ChatCall,
     count_of,
@@ -54,10 +56,11 @@ def read_request(body: bytes, retry_header: str | None = None, strict: bool = Fa
         fields["output_config.format"] = config.get("format")
     choice = fields.get("tool_choice")
     kind = choice.get("type") if isinstance(choice, dict) else None
-    return made_call(
+    tools, deferred = _tools(fields.get("tools"))
+    call = made_call(
         fields,
-        _messages(fields),
-        _tools(fields.get("tools")),
+        _messages(fields, {tool["function"]["name"]: tool for tool in checked_tools(deferred)}),
+        tools,
         max_tokens=count_of(fields, "max_tokens"),
         stop=stop_texts(fields.get("stop_sequences"), "stop_sequences"),
         retry=retries_of(retry_header),
@@ -66,6 +69,9 @@ def read_request(body: bytes, retry_header: str | None = None, strict: bool = Fa
         + ["billing_header"] * has_billing,
         choice="none" if kind == "none" else choice if kind == "tool" else None,
     )
+    if not deferred or call.request.readable is not None:
+        return call
+    return replace(call, request=replace(call.request, readable=[*tools, *deferred]))
 
 
 def _without_billing(fields: dict[str, Any]) -> bool:
@@ -127,8 +133,8 @@ def error_json(refused: ChatRefused) -> bytes:
     return orjson.dumps({"type": "error", "error": {"type": kind, "message": text}})
 
 
-def _messages(fields: dict[str, Any]) -> list[Message]:
-    """The messages in OpenAI's form, the system's first."""
+def _messages(fields: dict[str, Any], deferred: dict[str, Any]) -> list[Message]:
+    """The messages in OpenAI's form, the system's first; ``deferred`` tools where results refer to them."""
     value = fields.get("messages")
     if not isinstance(value, list):
         raise _refused(f"messages {quoted(value)}: expected a list of messages")
@@ -150,11 +156,14 @@ def _messages(fields: dict[str, Any]) -> list[Message]:
             blocks = [{"type": "text", "text": blocks}]
         if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
             raise _refused(f"{where}.content {quoted(blocks)}: expected text or a list of blocks")
-        made += _users(blocks, where) if role == "user" else [_assistants(blocks, where)]
+        if role == "user":
+            made += _users(blocks, where, deferred)
+        else:
+            made.append(_assistants(blocks, where))
     return made
 
 
-def _users(blocks: list[dict[str, Any]], where: str) -> Iterator[Message]:
+def _users(blocks: list[dict[str, Any]], where: str, deferred: dict[str, Any]) -> Iterator[Message]:
     """Results of tools as messages of their own, and the text between them."""
     texts: list[dict[str, Any]] = []
     for block in blocks:
@@ -168,13 +177,20 @@ def _users(blocks: list[dict[str, Any]], where: str) -> Iterator[Message]:
             raise _refused(
                 f"{where}: a tool_result with tool_use_id {quoted(block.get('tool_use_id'))}"
             )
-        yield {
-            "role": "tool",
-            "content": block.get("content"),
-            "tool_call_id": block["tool_use_id"],
-        }
+        content = block.get("content")
+        if isinstance(content, list):
+            content = [_tool_shown(part, deferred) for part in content]
+        yield {"role": "tool", "content": content, "tool_call_id": block["tool_use_id"]}
     if texts or not blocks:
         yield {"role": "user", "content": texts}
+
+
+def _tool_shown(part: Any, deferred: dict[str, Any]) -> Any:
+    """A part of a result; a reference to a tool as the text of its schema."""
+    name = part.get("tool_name") if isinstance(part, dict) else None
+    if not isinstance(name, str) or part.get("type") != "tool_reference":
+        return part
+    return {"type": "text", "text": orjson.dumps(deferred.get(name, name)).decode()}
 
 
 def _assistants(blocks: list[dict[str, Any]], where: str) -> Message:
@@ -198,19 +214,21 @@ def _assistants(blocks: list[dict[str, Any]], where: str) -> Message:
     return made
 
 
-def _tools(value: Any) -> Any:
-    """Tools in OpenAI's form; those that Anthropic's servers run are refused."""
+def _tools(value: Any) -> tuple[Any, list[dict[str, Any]]]:
+    """Tools in OpenAI's form, and those that are shown when a result refers to them; servers' own are refused."""
     if not isinstance(value, list):
-        return value
-    made = []
+        return value, []
+    shown: list[dict[str, Any]] = []
+    deferred: list[dict[str, Any]] = []
     for index, tool in enumerate(value):
         if not isinstance(tool, dict) or tool.get("type") not in (None, "custom"):
             raise _refused(f"tools[{index}] {quoted(tool)}: expected a tool of the client's own")
         function = {"name": tool.get("name"), "parameters": tool.get("input_schema")}
         if isinstance(tool.get("description"), str):
             function["description"] = tool["description"]
-        made.append({"type": "function", "function": function})
-    return made
+        place = deferred if tool.get("defer_loading") is True else shown
+        place.append({"type": "function", "function": function})
+    return shown, deferred
 
 
 def _head(call: ChatCall) -> dict[str, Any]:

@@ -1,12 +1,11 @@
 """OpenAI's newer dialect: bodies of /v1/responses read, answers and errors written.
 
-Nothing is stored: each request shows the whole conversation.
+No conversation is stored: each request shows the whole one, items of the session's own answers by their ids if it likes.
 """
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import orjson
@@ -50,7 +49,16 @@ _UNSET = dict.fromkeys("instructions temperature top_p".split())
 _UNSET |= {"metadata": {}, "parallel_tool_calls": True, "tool_choice": "auto", "tools": []}
 
 
-def read_request(body: bytes, retry_header: str | None = None, strict: bool = False) -> ChatCall:
+# gives a session's answer by the number of its call
+Answered = Callable[[str], ChatAnswer | None]
+
+
+def read_request(
+    body: bytes,
+    retry_header: str | None = None,
+    strict: bool = False,
+    answered: Answered = lambda number: None,
+) -> ChatCall:
     """Read a body of /v1/responses; raises ChatRefused (400) with one line for the client.
 
     retry_header: the value of x-stainless-retry-count, with which OpenAI's clients mark their retries.  strict: of
@@ -68,7 +76,7 @@ def read_request(body: bytes, retry_header: str | None = None, strict: bool = Fa
     ignored = ignored_fields(fields, _IGNORED, _STRICT, _OTHERS | _REFUSED.keys())
     return made_call(
         fields,
-        _messages(fields),
+        _messages(fields, answered),
         tools,
         max_tokens=count_of(fields, "max_output_tokens"),
         retry=retries_of(retry_header),
@@ -80,7 +88,7 @@ def read_request(body: bytes, retry_header: str | None = None, strict: bool = Fa
 
 def answer_json(answer: ChatAnswer, call: ChatCall) -> bytes:
     """An answer as the body that OpenAI's API gives."""
-    return orjson.dumps(_response(call, list(_items(answer)), answer))
+    return orjson.dumps(_response(call, list(_items(answer, call.number)), answer))
 
 
 def begin_events(call: ChatCall) -> bytes:
@@ -104,8 +112,8 @@ def error_event(refused: ChatRefused, call: ChatCall) -> bytes:
     return _written(1, {"type": "response.failed", "response": failed})
 
 
-def _messages(fields: dict[str, Any]) -> list[Message]:
-    """The items of the input as messages: an answer's thoughts, text and calls are one."""
+def _messages(fields: dict[str, Any], answered: Answered) -> list[Message]:
+    """The items of the input as messages: an answer's thoughts, text and calls are one, in any order."""
     items = fields.get("input")
     if isinstance(items, str):
         items = [{"role": "user", "content": items}]
@@ -118,13 +126,21 @@ def _messages(fields: dict[str, Any]) -> list[Message]:
     for index, item in enumerate(items):
         where = f"input[{index}]"
         kind = item.get("type", "message") if isinstance(item, dict) else None
+        if kind == "item_reference":
+            item = _referred(item.get("id"), where, answered)
+            kind = item["type"]
         if kind == "reasoning":
             parts = item.get("content") or item.get("summary") or []
             texts = (part.get("text") for part in parts if isinstance(part, dict))
             thoughts = {"reasoning_content": "\n".join(t for t in texts if isinstance(t, str))}
         elif kind == "message":
             message = {"role": item.get("role"), "content": item.get("content")}
-            made.append(message | (thoughts if item.get("role") == "assistant" else {}))
+            if item.get("role") != "assistant":
+                made.append(message)
+            elif made and "tool_calls" in made[-1] and not made[-1]["content"]:
+                made[-1]["content"] = message["content"]  # some clients show the calls first
+            else:
+                made.append(message | thoughts)
             thoughts = {}
         elif kind == "function_call":
             function = {"name": item.get("name"), "arguments": item.get("arguments")}
@@ -145,6 +161,18 @@ def _messages(fields: dict[str, Any]) -> list[Message]:
     return made
 
 
+def _referred(name: Any, where: str, answered: Answered) -> dict[str, Any]:
+    """The item of an answer of this session by its id; raises ChatRefused (400)."""
+    number = name.split("_")[1] if isinstance(name, str) and "_" in name else ""
+    if (answer := answered(number)) is not None:
+        for item in _items(answer, number):
+            if item["id"] == name:
+                return item
+    raise _refused(
+        f"{where}: item_reference {quoted(name)} is of no answer of this session: send the item whole"
+    )
+
+
 def _tools(value: Any) -> tuple[Any, list[Any]]:
     """Functions in the form of OpenAI's chats, and the types of tools that are none."""
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
@@ -158,18 +186,25 @@ def _tools(value: Any) -> tuple[Any, list[Any]]:
     return made, [tool.get("type") for tool in value if tool.get("type") != "function"]
 
 
-def _items(answer: ChatAnswer) -> Iterator[dict[str, Any]]:
+def _items(answer: ChatAnswer, number: str) -> Iterator[dict[str, Any]]:
+    """The items of an answer; ``number`` of its call makes their ids."""
     message = answer.message
     done = {"status": "completed"}
     if message.get("reasoning_content"):
         summary = [{"type": "summary_text", "text": message["reasoning_content"]}]
-        yield {"id": _id("rs"), "type": "reasoning", "summary": summary, **done}
+        yield {"id": f"rs_{number}", "type": "reasoning", "summary": summary, **done}
     if message.get("content") or not message.get("tool_calls"):
         content = [_text_part(message.get("content") or "")]
-        yield {"id": _id("msg"), "type": "message", "role": "assistant", "content": content, **done}
-    for call in message.get("tool_calls") or ():
-        function = {name: call["function"][name] for name in ("name", "arguments")}
-        yield {"id": _id("fc"), "type": "function_call", "call_id": call["id"], **function, **done}
+        yield {
+            "id": f"msg_{number}",
+            "type": "message",
+            "role": "assistant",
+            "content": content,
+            **done,
+        }
+    for index, call in enumerate(message.get("tool_calls") or ()):
+        made = {"id": f"fc_{number}_{index}", "type": "function_call", "call_id": call["id"]}
+        yield made | {name: call["function"][name] for name in ("name", "arguments")} | done
 
 
 def _text_part(text: str) -> dict[str, Any]:
@@ -198,7 +233,7 @@ def _response(
 
 
 def _events(answer: ChatAnswer, call: ChatCall) -> Iterator[dict[str, Any]]:
-    items = list(_items(answer))
+    items = list(_items(answer, call.number))
     for index, item in enumerate(items):
         at = {"output_index": index, "item_id": item["id"]}
         empty = {"message": {"content": []}, "function_call": {"arguments": ""}}
@@ -224,10 +259,6 @@ def _events(answer: ChatAnswer, call: ChatCall) -> Iterator[dict[str, Any]]:
 def _written(number: int, event: dict[str, Any]) -> bytes:
     data = orjson.dumps(event | {"sequence_number": number})
     return b"event: %s\ndata: %s\n\n" % (event["type"].encode(), data)
-
-
-def _id(kind: str) -> str:
-    return f"{kind}_{secrets.token_hex(12)}"
 
 
 def _refused(text: str) -> ChatRefused:

@@ -163,6 +163,13 @@ RULES = (
         "tests/e2e/test_distillation.py"
         "::test_the_actor_comes_nearer_to_a_served_teacher_and_a_replay_trains_the_same",
     ),
+    Rule(
+        r"OMP_NUM_THREADS=1 python -m benchmarks\.agent_harnesses ",
+        Kind.ELSEWHERE,
+        "fetches harnesses",
+        "tests/unit/benchmarks/test_agent_harnesses.py"
+        "::test_a_row_says_whether_a_harness_ran_its_calls_and_what_was_refused",
+    ),
     Rule(r"r3train verify |python -m tests\.oracle\.verify_planted ", Kind.LONG),
     Rule(r"(OMP_NUM_THREADS=1 )?(\.venv/bin/)?python (-m benchmarks\.|benchmarks/)", Kind.LONG),
     Rule(r"r3train serve ", Kind.SERVE),

@@ -331,6 +331,18 @@ async def test_the_responses_of_the_openai_client_are_equal_in_a_stream(message)
     assert made == again and whole.usage == streamed.usage
 
 
+async def test_a_request_may_name_the_items_of_its_own_sessions_answers_alone():
+    script, asked = Script({"content": "one"}), {"role": "user", "content": "more"}
+    async with opened(script) as (endpoint, access):
+        first = await _client(access).responses.create(model="m", input="hi")
+        named = [{"type": "item_reference", "id": first.output[0].id}, asked]
+        await _client(access).responses.create(model="m", input=named)
+        assert script.requests[1].messages[0] == {"role": "assistant", "content": "one"}
+        other = await endpoint.open(script)
+        with pytest.raises(openai.BadRequestError, match="item_reference"):
+            await _client(other).responses.create(model="m", input=named)
+
+
 @pytest.mark.parametrize("model", ["r3train", "my-model", "openai/r3", "gpt-oss-20b", "o1x", ""])
 async def test_any_name_but_another_providers_is_the_policys(model):
     async with opened(Script()) as (_, access):

@@ -79,6 +79,28 @@ def test_blocks_become_messages():
     assert request.ignored == ("temperature", "thinking")
 
 
+def test_a_deferred_tool_is_shown_where_a_result_refers_to_it_and_its_calls_are_read():
+    search = {"name": "search", "input_schema": {"type": "object"}}
+    found = {"name": "add", "description": "adds", "input_schema": {}, "defer_loading": True}
+    use = {"type": "tool_use", "id": "c", "name": "search", "input": {}}
+    refers = [{"type": "tool_reference", "tool_name": name} for name in ("add", "gone")]
+    result = {"type": "tool_result", "tool_use_id": "c", "content": refers}
+    messages = [{"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
+    asked = {"model": "m", "max_tokens": 9, "messages": messages}
+    request = read_request(orjson.dumps(asked | {"tools": [found, search]})).request
+    names = lambda tools: [tool["function"]["name"] for tool in tools]
+    assert names(request.tools) == ["search"] and names(request.readable) == ["search", "add"]
+    schema, gone = request.messages[1]["content"].split("\n")
+    function = {"name": "add", "parameters": {}, "description": "adds"}
+    assert orjson.loads(schema) == {"type": "function", "function": function}
+    assert orjson.loads(gone) == "gone"
+    without = read_request(orjson.dumps(asked | {"tools": [search]})).request
+    assert names(without.tools) == ["search"] and without.readable is None
+    refers[0]["tool_name"] = 5
+    with pytest.raises(ChatRefused, match="tool_reference"):
+        read_request(orjson.dumps(asked | {"tools": [found]}))
+
+
 def test_text_before_a_tools_result_is_said_once_and_before_it():
     result = _block("tool_result", tool_use_id="t1", content="a lawn")
     blocks = [_block("text", text="it says"), result, _block("text", text="and now?")]

@@ -74,6 +74,12 @@ def test_items_become_messages():
     assert request.ignored == ("reasoning", "text.format", "tools")
 
 
+def test_calls_before_their_text_are_the_same_answer():
+    usual, calls_first = _HISTORY[3:], [*_HISTORY[4:6], _HISTORY[3], *_HISTORY[6:]]
+    read = [_read(input=[_USER, *items]).request.messages for items in (usual, calls_first)]
+    assert read[0] == read[1] and len(read[0]) == 4
+
+
 def test_text_is_a_users_message():
     assert _read(input="hi").request.messages == [{"role": "user", "content": "hi"}]
 
@@ -134,6 +140,20 @@ def test_a_stream_says_what_json_says_and_both_come_back_as_the_same_message(mes
         assert message_key(again) == message_key(message)
         assert again.get("reasoning_content") == message.get("reasoning_content")
     assert body["usage"]["total_tokens"] == 12
+
+
+def test_an_item_of_the_sessions_own_answers_may_be_named_by_its_id():
+    answer = ChatAnswer({"role": "assistant", "content": "hm", "tool_calls": [_CALL]}, "stop", 7, 5)
+    asked = _read()
+    items = json.loads(answer_json(answer, asked))["output"]
+    names = [{"type": "item_reference", "id": item["id"]} for item in items]
+    body = lambda items: orjson.dumps({"input": [*items, _USER]})
+    answered = {asked.number: answer}.get
+    named = read_request(body(names), answered=answered).request.messages
+    assert named == read_request(body(items)).request.messages and len(named) == 2
+    for name in (names[0]["id"] + "0", "msg", "", None, 5):
+        with pytest.raises(ChatRefused, match=r"input\[0\].*item_reference"):
+            read_request(body([{"type": "item_reference", "id": name}]), answered=answered)
 
 
 def test_a_refusal_ends_a_stream_that_has_begun():

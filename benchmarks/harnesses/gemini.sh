@@ -1,0 +1,1 @@
+gemini --yolo -m $OPENAI_MODEL -p "$PROMPT"

@@ -1,0 +1,1 @@
+gptme --non-interactive --model local/$OPENAI_MODEL "$PROMPT"

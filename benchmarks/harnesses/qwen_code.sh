@@ -1,0 +1,1 @@
+qwen --yolo --auth-type openai --model $OPENAI_MODEL -p "$PROMPT"
