@@ -46,7 +46,13 @@ class SentSum:
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Add a tensor's words, weighted by its name: one that takes another's place is another."""
-        words = tensor.detach().to(self._dtype).contiguous().view(-1).view(torch.int16)
+        flat = tensor.detach().to(self._dtype).contiguous().view(-1)
+        size = (
+            8 if flat.nbytes % 8 == 0 else flat.itemsize
+        )  # of the tensor alone: equal ones have equal sums
+        if flat.storage_offset() * flat.itemsize % size:
+            flat = flat.clone()
+        words = flat.view({8: torch.int64, 4: torch.int32, 2: torch.int16}[size])
         weight = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little") | 1
         total = words.sum(dtype=torch.int64) * weight
         self._sums[tensor.device] = self._sums.get(tensor.device, 0) + total

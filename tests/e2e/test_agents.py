@@ -92,7 +92,9 @@ def test_a_job_trains_on_sessions_with_updates_between_their_turns(flags, tmp_pa
     for whole in (row["conversations"][0] for row in rows if len(row["conversations"]) == 1):
         turns = [text.partition(":")[0] for text in whole]
         assert turns[:2] == ["user", "assistant"] and turns.count("assistant") == TURNS
-        assert (turns[2] == "tool") == ("calls make " in whole[1])  # an answer without a word is none
+        assert (turns[2] == "tool") == (
+            "calls make " in whole[1]
+        )  # an answer without a word is none
         assert turns[2] == "user" or whole[1].endswith(f'{{"a": "{whole[2][6:]}"}}')
     audit = audit_run(job.run_dir)
     assert audit.claims == dict.fromkeys((*CLAIMS, SERVED, CUSTODY), "passed"), audit.findings

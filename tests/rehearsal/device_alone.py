@@ -91,7 +91,7 @@ class DeviceAlone(TorchDispatchMode):
 def install(mode: DeviceAlone) -> None:
     """Let torch place tensors on the stand-in device, and let groups be NCCL's unless gloo is named."""
     cpu_device.prepare_device()
-    cpu_device.prepare_device = lambda: DEVICE
+    cpu_device.prepare_device = lambda **_: DEVICE
     limits.device_lacks = lambda config: iter(())  # the device is there, though none is visible
     torch.cuda.current_device = lambda: DEVICE
     Tensor = torch.Tensor

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from r3train.launch import train as train_program
+from r3train.config.model_settings import ModelSection
 from r3train.config.parallel_settings import ParallelSection
 from r3train.cpu.device import prepare_device
 from r3train.cuda_environment import NCCL_DEFAULTS, RANK_DEFAULTS
@@ -81,6 +82,7 @@ def test_every_rank_of_a_job_trains_on_its_own_device(node, monkeypatch, tmp_pat
         faults=SimpleNamespace(signal_grace_s=60),
         checkpoint=SimpleNamespace(save=None, save_hf=None),
         sums_evidence=False,
+        model=ModelSection(hf_checkpoint=tmp_path),
         parallel=ParallelSection(),
     )
     opened = []

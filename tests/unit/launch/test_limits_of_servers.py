@@ -28,7 +28,7 @@ def engines_of(
 ):
     config = RunConfig.from_toml(RECIPE)
     update = {
-        "rollout": config.rollout.model_copy(update=rollout),
+        "rollout": config.rollout.model_copy(update={"rollout_num_engines": 2} | rollout),
         "faults": config.faults.model_copy(update=faults or {}),
         "replay": config.replay.model_copy(update={"use_rollout_routing_replay": replay}),
     }

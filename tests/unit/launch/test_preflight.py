@@ -1046,7 +1046,7 @@ def test_a_run_that_code_of_the_user_ends_by_sys_exit_0_ends_with_1(tiny, tmp_pa
     recorded = []
     log = SimpleNamespace(record_error=recorded.append)
     for name, stub in {
-        "r3train.cpu.device.prepare_device": lambda: None,
+        "r3train.cpu.device.prepare_device": lambda **_: None,
         "r3train.trainer.megatron.topology.init_distributed": lambda *_: None,
         "r3train.trainer.megatron.topology.shutdown": lambda: None,
         "r3train.observe.logging_setup.setup_logging": lambda *_, **__: log,
