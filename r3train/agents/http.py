@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, Protocol
 
 import aiohttp
+import msgspec
 import orjson
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -85,9 +86,9 @@ class _Call:
     task: asyncio.Task[tuple[ChatAnswer, Callable[[bool], None]]] | None  # the answer, commit
     number: str  # of the answer's id
     created: int
-    begun: asyncio.Event  # it is not refused any more
+    begun: asyncio.Event | None  # it is not refused any more
     clients: tuple[web.Request, ...] = ()
-    answer: ChatAnswer | None = None  # of a settled one
+    answer_json: bytes = b""  # of a settled one
 
     @property
     def settled(self) -> bool:
@@ -99,11 +100,17 @@ class _Call:
         """True while nobody has the answer and nobody waits for it."""
         return not self.settled and not any(map(_is_connected, self.clients))
 
+    @property
+    def answer(self) -> ChatAnswer | None:
+        """The answer of a settled one."""
+        return msgspec.json.decode(self.answer_json, type=ChatAnswer) if self.settled else None
+
     def settle(self, delivered: bool) -> None:
         """Tell once what became of the answer."""
         if not self.settled:
-            self.answer, commit = self.task.result()
-            self.task, self.clients = None, ()
+            answer, commit = self.task.result()
+            self.answer_json = msgspec.json.encode(answer)
+            self.task, self.clients, self.begun = None, (), None
             commit(delivered)
 
 

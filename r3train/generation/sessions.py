@@ -92,7 +92,7 @@ class Chain:
         return self.calls[-1] if self.calls else None
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Call:
     """One complete answer: tokens start..end of its chain, behind ``at`` messages.
 
@@ -104,7 +104,7 @@ class Call:
     chain: Chain
     parent: Call | None
     at: int
-    answer: Message
+    answer_json: bytes
     start: int
     end: int
     follows: int
@@ -112,6 +112,11 @@ class Call:
     entry: LedgerEntry
     finish_reason: str
     delivered: bool | None = None
+
+    @property
+    def answer(self) -> Message:
+        """The answer's message; between calls it is JSON, in which a garbage collection has nothing to look at."""
+        return orjson.loads(self.answer_json)
 
 
 @dataclass(eq=False)
@@ -222,7 +227,7 @@ class Session:
         self.counts["special_in_text"] += self.settings.template.special_in(new)
         return (
             ChatAnswer(
-                call.answer,
+                answer,
                 "tool_calls" if reason == "stop" and "tool_calls" in answer else reason,
                 prompt_tokens=before,
                 completion_tokens=call.end - call.start,
@@ -428,7 +433,7 @@ class Session:
             chain=chain,
             parent=place.parent,
             at=len(place.request.messages),
-            answer=answer,
+            answer_json=orjson.dumps(answer),
             start=start,
             end=sample.num_tokens,
             follows=place.follows,
