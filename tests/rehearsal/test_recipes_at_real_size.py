@@ -140,7 +140,14 @@ def test_a_tensor_of_another_shape_is_found(first_ranks):
     assert any("expected [2880, 5632]" in misfit for misfit in rank["misfits"])  # two widths
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.file)
+# float32 parameters with an optimizer on the host: what ended a recipe once
+IN_CI = ("qwen3_5_35b_a3b_one_node",)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [pytest.param(r, id=r.file, marks=[pytest.mark.ci] * (r.file in IN_CI)) for r in RECIPES],
+)
 def test_the_stages_of_a_recipe_hold_every_tensor_once(recipe, tmp_path):
     """The first rank of every stage reads all but other ranks' experts; the last that reads has the last experts."""
     parallel = RunConfig.from_toml(recipe.path).parallel
