@@ -176,7 +176,8 @@ class Session:
         )
         self._called = 0.0
         self._in_flight = 0
-        self._ends: dict[bytes, list[Call]] = {}  # by the digest of all messages up to the answer
+        # numbers of calls by the digest of all messages up to the answer; garbage collections do not look at them
+        self._ends: dict[bytes, tuple[int, ...]] = {}
 
     # ---- a request ---------------------------------------------------------------------------------
 
@@ -349,9 +350,9 @@ class Session:
     ) -> tuple[Call | None, int]:
         """The deepest call whose messages begin the request's, the latest of equals; and their number."""
         for at in range(len(messages) - 1, 0, -1):
-            for call in reversed(self._ends.get(prefixes[at], ())):
-                if _same_reasoning(call, messages):
-                    return call, at
+            for number in reversed(self._ends.get(prefixes[at], ())):
+                if _same_reasoning(self.calls[number], messages):
+                    return self.calls[number], at
         return None, 0
 
     def _free_id(self) -> int:
@@ -448,7 +449,8 @@ class Session:
         # some harnesses drop the text next to calls: the calls' ids say whose message it is
         for text in {parsed.content, ""} if parsed.calls else {parsed.content}:
             message = answer | {"content": text}
-            self._ends.setdefault(_behind(place.prefix, message), []).append(call)
+            end = _behind(place.prefix, message)
+            self._ends[end] = (*self._ends.get(end, ()), call.number)
         return call, answer
 
     def _count_calls(self, text: str, parsed: Parsed, tools: Sequence[dict[str, Any]]) -> None:
