@@ -98,7 +98,7 @@ _SHELLS = "Bash bash shell terminal exec_command run_shell_command execute_comma
 
 
 def fixes(request: ChatRequest) -> str:
-    """Look at the file by the harness's shell, then mend it, then end."""
+    """Look at the file with the harness's shell, correct it, and finish."""
     tools, turn = schemas(request), len(results(request))
     shell = next((name for name in _SHELLS if name in tools), None)
     if shell is None or turn > 1:

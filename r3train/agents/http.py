@@ -249,8 +249,8 @@ class ChatEndpoint:
         key = f"sk-r3train-{secrets.token_hex(_KEY_BYTES)}"
         slots = asyncio.Semaphore(self._max_parallel)
         self._sessions[key] = _Session(answer, take_reward, count, slots)
-        own = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        base_url = (self._base_url or own).rstrip("/").removesuffix("/v1")
+        local_url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        base_url = (self._base_url or local_url).rstrip("/").removesuffix("/v1")
         return Access(f"{base_url}/v1", key, self._model or _MODEL)
 
     async def close(self, key: str) -> dict[str, int]:

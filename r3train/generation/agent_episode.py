@@ -62,8 +62,8 @@ class Agents:
 
     run: lets the agent work on a prompt, and returns its reward, None if it gives none, and the end of its output
     in the bytes that it got; raises AgentFailed.  name: of the agent in errors.  record: told of each session that
-    has ended.  close: ends what reads the answers, after the last of them.  end: ends agents that stay.  other_parsers: gives the number of
-    answers (text, tools) in which each of SGLang's parsers reads a call.
+    has ended.  close: ends what reads the answers, after the last of them.  end: ends agents that stay.
+    other_parsers: gives the number of answers (text, tools) in which each of SGLang's parsers reads a call.
     """
 
     settings: AgentSection
@@ -101,18 +101,18 @@ class Agents:
         if self.has_told or read or many < _MANY or len(self.unread) < _UNREAD_KEPT:
             return
         self.has_told = True
-        others = "none reads them"
+        readers = "none reads them"
         try:
             if found := await self.other_parsers(self.unread):
                 most = max(found.values())
                 names = [name for name, count in found.items() if count == most][:5]
-                others = f"{' and '.join(names)} can read {most} of {len(self.unread)}"
+                readers = f"{' and '.join(names)} can read {most} of {len(self.unread)}"
         except Exception as error:  # a hint ends no run
-            others = f"nothing is known ({error})"
+            readers = f"nothing is known ({error})"
         logger.warning(
             f"none of {many} answers to requests with tools has a call that --agent-tool-call-parser"
             f" {self.settings.agent_tool_call_parser} reads, and {self.totals['unread_calls']} look like"
-            f" calls; of SGLang's parsers {others}"
+            f" calls; of SGLang's parsers {readers}"
         )
 
 

@@ -47,9 +47,8 @@ _COUNTED_AT_ONCE = 65536
 _LIMITS = {"session_over": "calls", "context_length_exceeded": "context"}
 
 Delivered = Callable[[bool], None]
-Unread = tuple[
-    str, Sequence[dict[str, Any]]
-]  # an answer without its thoughts, and its request's tools
+# an answer without its thoughts, and its request's tools
+Unread = tuple[str, Sequence[dict[str, Any]]]
 
 
 @dataclass(frozen=True)
@@ -171,9 +170,8 @@ class Session:
         # the limit at which the last request was refused, or the last answer cut
         self.truncated: Literal["calls", "context"] | None = None
         self.called_s = 0.0  # time with a call in flight
-        self.stop_token: int | None = (
-            None  # one that ended an answer, which the template does not write
-        )
+        # one that ended an answer, which the template does not write
+        self.stop_token: int | None = None
         self._called = 0.0
         self._in_flight = 0
         # numbers of calls by the digest of all messages up to the answer; garbage collections do not look at them

@@ -74,7 +74,7 @@ def agent_check(command: list[str], flags: tuple[str, ...]) -> None:
     """
     find_modules_here()
     has_config = any(word.partition("=")[0] == "--config" for word in flags)
-    words = [*([] if has_config else _UNUSED), *flags]
+    words = list(flags) if has_config else [*_UNUSED, *flags]
     if command:
         words += ["--agent", "none", "--agent-command", shlex.join(command)]
     config = parse_train_flags(words, prog_name="agent-check")

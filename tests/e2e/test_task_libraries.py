@@ -177,11 +177,9 @@ def _runs(program: str) -> bool:
 
 @pytest.fixture(scope="module")
 def harbor(tmp_path_factory) -> Path:
-    names = ["python3.12", *Path.home().glob(".pyenv/versions/3.12.*/bin/python3.12")]
-    found = [name for name in map(str, names) if _runs(name)]
-    if not found or shutil.which("tmux") is None:
+    if not _runs("python3.12") or shutil.which("tmux") is None:
         pytest.skip("Harbor needs Python 3.12, and terminus-2 needs tmux")
-    return made(tmp_path_factory.mktemp("harbor") / "venv", "harbor==0.26.0", python=found[0])
+    return made(tmp_path_factory.mktemp("harbor") / "venv", "harbor==0.26.0", python="python3.12")
 
 
 # -- reasoning-gym -------------------------------------------------------------------------------
