@@ -193,7 +193,7 @@ def test_a_job_trains_on_rollouts_that_span_updates_with_equal_fingerprints(
         "--max-weight-staleness",
         "2",
         *"--rollout-max-response-len 300 --rollout-ignore-eos".split(),
-        *"--over-sampling-batch-size 6 --rollout-max-concurrency 64".split(),
+        *"--over-sampling-batch-size 6 --rollout-max-concurrency 8".split(),
         *"--pipeline-model-parallel-size 2 --expert-model-parallel-size 1".split(),
         "--check-weight-update-equal",
     )
