@@ -56,12 +56,13 @@ def estimate(
     gpu_memory_gb: float | None,
     flags: tuple[str, ...],
 ) -> None:
-    """Say what a run of RECIPE will hold, and how long a step takes, from config.json alone; and which topologies fit.
+    """Say what a run of RECIPE will hold and take, from config.json alone, and which topologies fit.
 
     RECIPE is a TOML file or a recipe's bare name, such as qwen3_30b_a3b; FLAGS (--lora-rank and others) are
-    train_async.py's.  The bytes of a rank hold within 15%; seconds follow from assumed rates.  The last lines are a command to paste: a dry run of
-    RECIPE with the flags of the topology that is recommended.  It reads no weights, tokenizer or prompts, asks no
-    server, and needs no GPU.  Exit code: 0 if a topology fits, 1 if none does, 2 wrong usage.
+    train_async.py's.  The bytes of a rank hold within 15%; the seconds of a step follow from assumed rates.  The
+    last lines are a command to paste: a dry run of RECIPE with the flags of the topology that is recommended.  It
+    reads no weights, tokenizer or prompts, asks no server, and needs no GPU.  Exit code: 0 if a topology fits, 1
+    if none does, 2 wrong usage.
     """
     if named is not None:  # then the first word without a dash is a flag's
         recipe, flags = named, (*filter(None, [recipe]), *flags)

@@ -64,11 +64,7 @@ def step_time(
     parts = [
         ("generation", generation, f"{size}; ends with the longest, {longest:,} tokens"),
         ("routes out", route * samples / servers / _ROUTES, f"{amount(route)} an answer"),
-        (
-            "training",
-            passes * forward / ranks / flops,
-            f"{passes} passes at {rate}, a backward is 2",
-        ),
+        ("training", passes * forward / ranks / flops, f"{passes} passes at {rate}, backward 2"),
         ("Adam on the host", adam / _ADAM, f"{adam / GIGA:.1f} billion parameters a rank"),
         ("turns", 2 * away / _HOST, f"{amount(away)} a rank to the host and back"),
         ("publish", weights / _SENT[mode], f"{amount(weights)} by {mode}"),
