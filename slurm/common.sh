@@ -103,10 +103,11 @@ server_beside_ranks() {
     own_server_flags=(--sglang-tp-size "$GPUS_PER_SERVER")
 }
 
-# Refuse with RENDER what a start would: flags, ranks on so many nodes that the recipe's parallel sizes do not divide,
-# servers on GPUs that the ranks take or that no node has.  Arguments: nodes that train, flags of train_async.py.
+# Refuse what the ranks would refuse, before servers load for minutes: flags, ranks on so many nodes that the recipe's
+# parallel sizes do not divide, servers on GPUs that the ranks take or that no node has.  Where r3train is in a container
+# only, the ranks do.  Arguments: nodes that train, flags of train_async.py.
 check_topology() {
-    [[ -n $RENDER && -x $BIN/r3train && $NPROC_PER_NODE =~ ^[0-9]+$ ]] || return 0
+    [[ -x $BIN/r3train && -x $BIN/python && $NPROC_PER_NODE =~ ^[0-9]+$ ]] || return 0
     "$BIN/python" - "$node_gpus" "$NPROC_PER_NODE" "$@" <<'EOF' || exit 2
 import sys
 

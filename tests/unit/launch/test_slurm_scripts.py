@@ -310,11 +310,12 @@ def test_the_sbatch_line_of_a_recipe_gives_it_the_ranks_and_servers_of_its_head(
         ),
     ],
 )
-def test_what_a_start_would_refuse_of_ranks_and_gpus_is_refused_with_render(
+def test_what_ranks_would_refuse_is_refused_before_a_job_has_started_anything(
     script, given, said, tmp_path
 ):
-    done, words = render(tmp_path, script, nodes=2, **HERE, **given)
-    assert done.returncode == 2 and not words and said in done.stderr, done.stderr
+    for how in ({}, {"RENDER": "", "RUN_DIR": str(tmp_path / "run")}):
+        done, words = render(tmp_path, script, nodes=2, **HERE, **given, **how)
+        assert done.returncode == 2 and not words and said in done.stderr, done.stderr
     done, words = render(tmp_path, script, "--no-such-flag", nodes=2, **HERE)
     assert done.returncode == 2 and "--no-such-flag" in done.stderr and not words
     done, words = render(tmp_path, script, nodes=2, **HERE)
