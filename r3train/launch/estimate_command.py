@@ -75,16 +75,10 @@ def estimate(
         if world_size is None:
             raise ConfigError(f"--gpus is required: {recipe} does not say how many GPUs train")
         gpu_bytes = (gpu_memory_gb or config.run.gpu_memory_gb or _GPU_GB) * GIGA
-        model, notes = find_model(config)
-        fits, is_fit = _search(config, model, world_size, gpu_bytes)
-        lines = [
-            *_wrapped(notes),
-            *_lines(config, model, world_size, gpu_bytes, fits if is_fit else []),
-        ]
+        lines, fits, lack = _report(config, world_size, gpu_bytes)
     click.echo("\n".join(lines))
-    if not is_fit:
-        message = _wrapped([_nothing_fits(world_size, gpu_bytes, fits[0])])
-        raise click.ClickException("\n".join(message))
+    if lack:
+        raise click.ClickException("\n".join(lack))
     start = [f"r3train train --config {shlex.quote(recipe)}", *map(shlex.quote, flags)]
     if world_size != config.run.world_size:
         start.append(f"--world-size {world_size}")
@@ -155,8 +149,8 @@ def find_model(config: RunConfig) -> tuple[Model, list[str]]:
 
 def dry_run_lines(
     config: RunConfig, world_size: int, gpu_bytes: float, longest_prompt: int | None = None
-) -> Iterator[str]:
-    """Yield the estimate for a dry run (--estimate).
+) -> list[str]:
+    """Return the estimate for a dry run (--estimate).
 
     gpu_bytes: of the GPUs here, 0 without.  longest_prompt: its tokens, or a conversation's.
     Raises ValueError where no config.json is known, and for settings that do not go with it.
@@ -164,22 +158,26 @@ def dry_run_lines(
     given_gb = config.run.gpu_memory_gb
     if given_gb is not None or not gpu_bytes:
         gpu_bytes = (given_gb or _GPU_GB) * GIGA
+    fullest_rank(config, find_model(config)[0], world_size)
+    lines, _, lack = _report(config, world_size, gpu_bytes, longest_prompt)
+    return [*lines, *lack]
+
+
+def _report(
+    config: RunConfig, world_size: int, gpu_bytes: float, longest_prompt: int | None = None
+) -> tuple[list[str], list[Fit], list[str]]:
+    """Return the lines, the topologies that fit, and where none does the smallest and lines about it."""
     model, notes = find_model(config)
-    fullest_rank(config, model, world_size)
-    fits, is_fit = _search(config, model, world_size, gpu_bytes)
-    yield from _wrapped(notes)
-    yield from _lines(config, model, world_size, gpu_bytes, fits if is_fit else [], longest_prompt)
-    if not is_fit:
-        yield from _wrapped([_nothing_fits(world_size, gpu_bytes, fits[0])])
-
-
-def _search(
-    config: RunConfig, model: Model, world_size: int, gpu_bytes: float
-) -> tuple[list[Fit], bool]:
-    """Return topologies that fit, or the smallest, which does not; and which of the two."""
     most = (1 - MARGIN) * gpu_bytes - _shared(config, gpu_bytes)
-    fits = search(config, model, world_size, most, _SHOWN)
-    return fits, fits[0].fullest.total <= most
+    fits, lack = search(config, model, world_size, most, _SHOWN), ""
+    if fits[0].fullest.total > most:
+        lack = (
+            f"nothing fits {world_size} GPUs of {gpu_bytes / GIGA:,.0f} GB: the smallest needs"
+            f" {amount(fits[0].fullest.total)} per rank ({fits[0].name}), and {MARGIN:.0%} of a GPU is"
+            " left for CUDA, NCCL and fragments"
+        )
+    lines = _lines(config, model, world_size, gpu_bytes, [] if lack else fits, longest_prompt)
+    return [*_wrapped(notes), *lines], fits, [*_wrapped([lack])]
 
 
 def _shared(config: RunConfig, gpu_bytes: float) -> float:
@@ -190,15 +188,6 @@ def _shared(config: RunConfig, gpu_bytes: float) -> float:
     )
     shares = starts_servers and rollout.sglang.get("base_gpu_id") == 0
     return server_fraction(config, gpu_bytes) * gpu_bytes if shares else 0.0
-
-
-def _nothing_fits(world_size: int, gpu_bytes: float, smallest: Fit) -> str:
-    """Return the line that says by how much the smallest topology is too large."""
-    return (
-        f"nothing fits {world_size} GPUs of {gpu_bytes / GIGA:,.0f} GB: the smallest needs"
-        f" {amount(smallest.fullest.total)} per rank ({smallest.name}), and {MARGIN:.0%} of a GPU is"
-        " left for CUDA, NCCL and fragments"
-    )
 
 
 def _lines(
