@@ -108,7 +108,7 @@ def test_a_recipe_leaves_room_on_the_gpus_of_its_head(recipe):
 
 @each_recipe
 def test_a_recipes_head_says_what_a_step_of_it_is_estimated_to_take(recipe):
-    """Where it is wrong, this test prints the right line."""
+    """A head that is wrong fails with the right line."""
     config, model, fullest = figures(recipe)
     gpu_bytes = recipe.gpu_gb * 10**9
     server = estimate_server(config, model, gpu_bytes)
