@@ -103,6 +103,28 @@ server_beside_ranks() {
     own_server_flags=(--sglang-tp-size "$GPUS_PER_SERVER")
 }
 
+# Refuse what the ranks would refuse, before servers load for minutes: flags, ranks on so many nodes that the recipe's
+# parallel sizes do not divide, servers on GPUs that the ranks take or that no node has.  Where r3train is in a container
+# only, the ranks do.  Arguments: nodes that train, flags of train_async.py.
+check_topology() {
+    [[ -x $BIN/r3train && -x $BIN/python && $NPROC_PER_NODE =~ ^[0-9]+$ ]] || return 0
+    "$BIN/python" - "$node_gpus" "$NPROC_PER_NODE" "$@" <<'EOF' || exit 2
+import sys
+
+from r3train.config.cross_checks import check_static
+from r3train.config.options import parse_train_flags
+from r3train.launch.gpus import server_gpus
+
+gpus, ranks, nodes = map(int, sys.argv[1:4])
+try:
+    config = parse_train_flags(sys.argv[4:], prog_name="train_async.py")
+    check_static(config, ranks * nodes)
+    server_gpus(config, num_ranks=ranks, num_visible=gpus)
+except Exception as error:
+    sys.exit(f"{ranks} ranks on each of {nodes} nodes: {error}")
+EOF
+}
+
 # Start a command in the background and remember it for signals and teardown.
 step() {
     if [[ -n $RENDER ]]; then

@@ -160,13 +160,14 @@ def claim_facts(audit: Audit) -> dict[str, str]:
     if a:
         facts["agreement"] = (
             f"same experts in {a['equal']:.2%} of rows (chance {a['chance_equal']:.1%}), "
-            f"none shared in {a['mismatch']:.3%}"
+            f"no expert in common in {a['mismatch']:.3%}"
         )
         if "stale_mismatch" in a:
-            current = f"{a['current_mismatch']:.3%}" if "current_mismatch" in a else "no row"
+            current = f"{a['current_mismatch']:.3%}" if "current_mismatch" in a else "no rows"
+            older = f"{a['stale_mismatch']:.3%}"
             facts[
                 "agreement"
-            ] += f"; of the actor's own weight version {current}, of others {a['stale_mismatch']:.3%}"
+            ] += f" (rows of the current weights: {current}, of older ones: {older})"
     return facts
 
 

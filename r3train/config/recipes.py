@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
 from pathlib import Path
 
 from r3train.config.files import path_hint
@@ -35,10 +36,6 @@ def recipe_names() -> list[str]:
 
 def recipe_line(name: str) -> str:
     """Return the first sentence of a recipe's leading comment."""
-    words = []
-    lines = (RECIPES / f"{name}.toml").read_text(encoding="utf-8").splitlines()
-    for line in lines[lines[0].startswith("#:schema") :]:
-        if not line.startswith("# "):
-            break
-        words += line[1:].split()
-    return " ".join(words).split(". ")[0].rstrip(".").split(" torchrun ")[0].split(" r3train ")[0]
+    lines = (RECIPES / f"{name}.toml").read_text(encoding="utf-8").splitlines()[1:]
+    head = takewhile(lambda line: line.startswith("# "), lines)
+    return " ".join(line[2:] for line in head).split(". ")[0].rstrip(".")

@@ -18,6 +18,7 @@ from r3train.launch.estimate import (
     GIGA,
     SERVER_BYTES,
     Model,
+    ServerEstimate,
     StageRanks,
     amount,
     estimate_server,
@@ -29,6 +30,7 @@ from r3train.launch.estimate import (
     value_bytes,
 )
 from r3train.config.recipes import recipe_path
+from r3train.launch.step_time import step_time, StepTime
 from r3train.launch.topology_search import MARGIN, Fit, fullest_rank, search
 
 # of an H100 with 80 GB
@@ -54,12 +56,13 @@ def estimate(
     gpu_memory_gb: float | None,
     flags: tuple[str, ...],
 ) -> None:
-    """Say what a run of RECIPE will hold, from config.json alone, and which topologies fit.
+    """Say what a run of RECIPE will hold and take, from config.json alone, and which topologies fit.
 
     RECIPE is a TOML file or a recipe's bare name, such as qwen3_30b_a3b; FLAGS (--lora-rank and others) are
-    train_async.py's.  The bytes of a rank hold within 15%.  The last lines are a command to paste: a dry run of
-    RECIPE with the flags of the topology that is recommended.  It reads no weights, tokenizer or prompts, asks no
-    server, and needs no GPU.  Exit code: 0 if a topology fits, 1 if none does, 2 wrong usage.
+    train_async.py's.  The bytes of a rank hold within 15%; the seconds of a step follow from assumed rates.  The
+    last lines are a command to paste: a dry run of RECIPE with the flags of the topology that is recommended.  It
+    reads no weights, tokenizer or prompts, asks no server, and needs no GPU.  Exit code: 0 if a topology fits, 1
+    if none does, 2 wrong usage.
     """
     if named is not None:  # then the first word without a dash is a flag's
         recipe, flags = named, (*filter(None, [recipe]), *flags)
@@ -72,16 +75,10 @@ def estimate(
         if world_size is None:
             raise ConfigError(f"--gpus is required: {recipe} does not say how many GPUs train")
         gpu_bytes = (gpu_memory_gb or config.run.gpu_memory_gb or _GPU_GB) * GIGA
-        model, notes = find_model(config)
-        fits, is_fit = _search(config, model, world_size, gpu_bytes)
-        lines = [
-            *_wrapped(notes),
-            *_lines(config, model, world_size, gpu_bytes, fits if is_fit else []),
-        ]
+        lines, fits, lack = _report(config, world_size, gpu_bytes)
     click.echo("\n".join(lines))
-    if not is_fit:
-        message = _wrapped([_nothing_fits(world_size, gpu_bytes, fits[0])])
-        raise click.ClickException("\n".join(message))
+    if lack:
+        raise click.ClickException("\n".join(lack))
     start = [f"r3train train --config {shlex.quote(recipe)}", *map(shlex.quote, flags)]
     if world_size != config.run.world_size:
         start.append(f"--world-size {world_size}")
@@ -152,8 +149,8 @@ def find_model(config: RunConfig) -> tuple[Model, list[str]]:
 
 def dry_run_lines(
     config: RunConfig, world_size: int, gpu_bytes: float, longest_prompt: int | None = None
-) -> Iterator[str]:
-    """Yield the estimate for a dry run (--estimate).
+) -> list[str]:
+    """Return the estimate for a dry run (--estimate).
 
     gpu_bytes: of the GPUs here, 0 without.  longest_prompt: its tokens, or a conversation's.
     Raises ValueError where no config.json is known, and for settings that do not go with it.
@@ -161,22 +158,26 @@ def dry_run_lines(
     given_gb = config.run.gpu_memory_gb
     if given_gb is not None or not gpu_bytes:
         gpu_bytes = (given_gb or _GPU_GB) * GIGA
+    fullest_rank(config, find_model(config)[0], world_size)
+    lines, _, lack = _report(config, world_size, gpu_bytes, longest_prompt)
+    return [*lines, *lack]
+
+
+def _report(
+    config: RunConfig, world_size: int, gpu_bytes: float, longest_prompt: int | None = None
+) -> tuple[list[str], list[Fit], list[str]]:
+    """Return the lines, the topologies that fit, and where none does the smallest and lines about it."""
     model, notes = find_model(config)
-    fullest_rank(config, model, world_size)
-    fits, is_fit = _search(config, model, world_size, gpu_bytes)
-    yield from _wrapped(notes)
-    yield from _lines(config, model, world_size, gpu_bytes, fits if is_fit else [], longest_prompt)
-    if not is_fit:
-        yield from _wrapped([_nothing_fits(world_size, gpu_bytes, fits[0])])
-
-
-def _search(
-    config: RunConfig, model: Model, world_size: int, gpu_bytes: float
-) -> tuple[list[Fit], bool]:
-    """Return topologies that fit, or the smallest, which does not; and which of the two."""
     most = (1 - MARGIN) * gpu_bytes - _shared(config, gpu_bytes)
-    fits = search(config, model, world_size, most, _SHOWN)
-    return fits, fits[0].fullest.total <= most
+    fits, lack = search(config, model, world_size, most, _SHOWN), ""
+    if fits[0].fullest.total > most:
+        lack = (
+            f"nothing fits {world_size} GPUs of {gpu_bytes / GIGA:,.0f} GB: the smallest needs"
+            f" {amount(fits[0].fullest.total)} per rank ({fits[0].name}), and {MARGIN:.0%} of a GPU is"
+            " left for CUDA, NCCL and fragments"
+        )
+    lines = _lines(config, model, world_size, gpu_bytes, [] if lack else fits, longest_prompt)
+    return [*_wrapped(notes), *lines], fits, [*_wrapped([lack])]
 
 
 def _shared(config: RunConfig, gpu_bytes: float) -> float:
@@ -189,15 +190,6 @@ def _shared(config: RunConfig, gpu_bytes: float) -> float:
     return server_fraction(config, gpu_bytes) * gpu_bytes if shares else 0.0
 
 
-def _nothing_fits(world_size: int, gpu_bytes: float, smallest: Fit) -> str:
-    """Return the line that says by how much the smallest topology is too large."""
-    return (
-        f"nothing fits {world_size} GPUs of {gpu_bytes / GIGA:,.0f} GB: the smallest needs"
-        f" {amount(smallest.fullest.total)} per rank ({smallest.name}), and {MARGIN:.0%} of a GPU is"
-        " left for CUDA, NCCL and fragments"
-    )
-
-
 def _lines(
     config: RunConfig,
     model: Model,
@@ -206,7 +198,7 @@ def _lines(
     fits: list[Fit],
     longest_prompt: int | None = None,
 ) -> Iterator[str]:
-    total, rows = model.total, [_HEAD]
+    total, rows, timed = model.total, [_HEAD], fits
     text = [
         f"{model.hf.model_type}: {total.total / GIGA:,.1f} billion parameters, {total.expert / GIGA:,.1f} of"
         f" experts, {amount(total.total * value_bytes(config))} of weights"
@@ -220,6 +212,7 @@ def _lines(
         for stage in stages(config, model, world_size):
             rows.append(_row("recipe", given, stage, gpu_bytes))
         fits = [fit for fit in fits if fit.name != given.name]
+        timed = [given, *fits]
     rows += [_row("fits", fit, fit.fullest, gpu_bytes) for fit in fits]
     text.append(
         f"{world_size} GPUs of {gpu_bytes / GIGA:,.0f} GB ({amount(gpu_bytes)}) train; GiB per rank, not measured,"
@@ -231,14 +224,17 @@ def _lines(
         words = (f"{word:{'<' if i < 3 else '>'}{widths[i]}}" for i, word in enumerate(row))
         yield "  ".join(words)
     assumed = (
-        "  held: weights, gradients and optimizer between microbatches; host: its memory for each rank; assumed:"
-        f" microbatches of {config.trainer.max_tokens_per_gpu:,} tokens per rank (--max-tokens-per-gpu), of as many"
-        " in all in the others; experts chosen alike, attention that keeps no scores; CUDA, NCCL and fragments on"
-        " top, 2 to 6 GiB"
+        "  held: weights, gradients and optimizer between microbatches; host: its memory for each rank;"
+        f" {config.trainer.max_tokens_per_gpu:,} tokens per rank and microbatch (--max-tokens-per-gpu), the same in"
+        " all in other topologies; CUDA, NCCL and fragments are on top, 2 to 6 GiB"
     )
     yield from _wrapped([assumed, *_elsewhere(config, model, world_size)])
     if config.has_engines:
-        yield from _wrapped(_server_lines(config, model, gpu_bytes, longest_prompt))
+        server = estimate_server(config, model, gpu_bytes, longest_prompt)
+        yield from _wrapped(_server_lines(config, server, gpu_bytes))
+        for fit in timed:
+            time = step_time(fit.config, model, fit.fullest.held, server, world_size, gpu_bytes)
+            yield from _wrapped(_time_lines(config, fit, time, with_parts=fit is timed[0]))
 
 
 _HEAD = ("", "topology", "ranks", "held", "peak", "GPU", "host")
@@ -277,10 +273,18 @@ def _elsewhere(config: RunConfig, model: Model, world_size: int) -> Iterator[str
         yield f"a training checkpoint: {amount(one)}, {kept} of them {amount(kept * one)} on disk"
 
 
-def _server_lines(
-    config: RunConfig, model: Model, gpu_bytes: float, longest_prompt: int | None
-) -> Iterator[str]:
-    server = estimate_server(config, model, gpu_bytes, longest_prompt)
+def _time_lines(config: RunConfig, fit: Fit, time: StepTime, *, with_parts: bool) -> Iterator[str]:
+    """Yield the seconds of a step with a topology, and the flags that make it out of ``config``."""
+    if with_parts:
+        yield f"seconds of a step on {time.card}s, by assumed rates (r3train docs gpus):"
+        parts = (part for part in time.parts if part[1])
+        yield from (f"{seconds:8.1f}  {name}: {words}" for name, seconds, words in parts)
+    yield f"{fit.name}: {time.seconds:,.0f} s a step, {time.rate:,.0f} tokens/s/GPU"
+    if flags := topology_flags(config, fit.config):
+        yield from _pasted(flags).splitlines()
+
+
+def _server_lines(config: RunConfig, server: ServerEstimate, gpu_bytes: float) -> Iterator[str]:
     share = min(1.0, server.pool_tokens / server.needed_tokens)
     verdict = "all fit" if share == 1 else f"{share:.0%} fit, the others wait"
     where = "colocated with the ranks, " if config.rollout.colocate else ""

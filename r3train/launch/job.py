@@ -158,11 +158,13 @@ def would_run(job: Job, world_size: int) -> list[str]:
     config, lengths = job.config, sorted(job.lengths)
     rollout, num, steps = config.rollout, len(lengths), config.steps_per_rollout
     kind = "conversations" if config.learns_conversations else "prompts"
+    sizes = f"{lengths[0]:,} to {lengths[-1]:,} tokens, median {lengths[num // 2]:,}"
+    sizes = sizes if lengths[0] < lengths[-1] else f"{lengths[0]:,} tokens each"
     per_epoch = num / rollout.rollout_batch_size
     samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt
     dp_size = world_size // config.parallel.dense_ranks
     return [
-        f"{num:,} {kind} of {lengths[0]:,} to {lengths[-1]:,} tokens, median {lengths[num // 2]:,}",
+        f"{num:,} {kind} of {sizes}",
         f"{rollout.num_rollout:,} rollouts of {rollout.rollout_batch_size:,} {kind}: an epoch is"
         f" {per_epoch:,.4g} rollouts, the run {rollout.num_rollout / per_epoch:,.3g} epochs",
         f"a rollout is {samples:,} samples and {steps:,} optimizer step{'s' * (steps != 1)} of"

@@ -604,8 +604,8 @@ def check_external_server(
                 exact_boundaries=config.rollout.exact_boundaries,
             )
     except EngineError as error:
-        text = f"{address}: does not answer as it should: {error}; r3train serve starts a server"
-        raise ValueError(text) from None
+        remedy = "r3train serve starts a server; --dry-run --estimate needs none"
+        raise ValueError(f"{address}: does not answer as it should: {error}; {remedy}") from None
 
 
 def check_class(hf: HfModelFacts) -> None:

@@ -20,17 +20,13 @@ class TrainSpeed:
     expert count by top-k over experts, the embedding not at all), and 2 T^2 a for each attention layer of
     a values, causal.  A training step is three forwards (two with a frozen base), a log-prob pass is one;
     what is recomputed to save memory does not count.
-    ``forwards``: those of a rollout's training together, a backward as two.
     Source: A. Chowdhery et al., "PaLM", arXiv 2204.02311, appendix B.
     """
 
     def __init__(self, config: RunConfig, hf: HfModelFacts, num_ranks: int) -> None:
         shapes = {name: kind.shape for name, kind in trained_tensors(hf).items()}
         self._params, self._attention = active_parameters(shapes, hf), attention_width(shapes)
-        algorithm = config.algorithm
-        other_model_passes = algorithm.needs_reference + algorithm.holds_teacher
-        log_prob_passes = (not config.reuses_log_probs) + other_model_passes
-        self.forwards = (2 if config.lora.enabled else 3) + log_prob_passes
+        self.forwards = forward_passes(config)
         self._num_ranks, self._peak = num_ranks, config.trainer.peak_tflops
 
     def metrics(self, lengths: np.ndarray, train_s: float) -> dict[str, float]:
@@ -43,6 +39,13 @@ class TrainSpeed:
             "perf/train_tflops_per_gpu": tflops,
         }
         return found if self._peak is None else found | {"perf/mfu": tflops / self._peak}
+
+
+def forward_passes(config: RunConfig) -> int:
+    """Count the forward passes of a rollout's training, a backward as two."""
+    algorithm = config.algorithm
+    log_prob_passes = (not config.reuses_log_probs) + algorithm.needs_reference
+    return (2 if config.lora.enabled else 3) + log_prob_passes + algorithm.holds_teacher
 
 
 def active_parameters(shapes: Mapping[str, tuple[int, ...]], hf: HfModelFacts) -> float:

@@ -72,3 +72,13 @@ def test_every_container_that_a_page_starts_may_lock_memory():
     for line in starts:
         for flag in ("--gpus all", "--ipc=host", "--ulimit memlock=-1", "--ulimit stack=67108864"):
             assert flag in line, line
+
+
+def test_what_the_doctor_finds_without_a_gpu_does_not_end_the_build(tmp_path):
+    """An hour of compiling is before it."""
+    (tmp_path / "r3train").write_text('#!/bin/sh\necho "$@" > "$0.called"\nexit 1\n')
+    (tmp_path / "r3train").chmod(0o755)
+    step = command("--mount=type=tmpfs").partition(" ")[2]
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(["/bin/sh", "-c", step], env=environment, timeout=60)
+    assert done.returncode == 0 and (tmp_path / "r3train.called").read_text() == "doctor\n"

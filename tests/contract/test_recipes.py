@@ -20,13 +20,24 @@ from r3train.doctor.machine import Node
 from r3train.doctor.memory import check_gpus
 from r3train.hf_checkpoint import read_headers
 from r3train.families.published import PUBLISHED
-from r3train.launch.estimate import Model, stages
+from r3train.launch.estimate import (
+    estimate_server,
+    longest_sample,
+    Model,
+    ServerEstimate,
+    stages,
+)
+from r3train.launch.estimate_command import find_model
 from r3train.launch.gpus import server_size
 from r3train.launch.preflight import PreflightError, preflight
+from r3train.launch.step_time import step_time, StepTime
+from r3train.launch.topology_search import fullest_rank, MARGIN
 from r3train.verify.tiny import TinyOptions, build
 from tests.published import CONFIGS, RECIPES, Recipe, write_checkpoint
 
 PAGE = Path(__file__).parents[2] / "docs/guide/models.md"
+CHOOSING = Path(__file__).parents[2] / "docs/start/choosing.md"
+README = Path(__file__).parents[2] / "README.md"
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.file)
 
@@ -90,17 +101,51 @@ def test_a_recipe_passes_the_checks_of_its_dry_run(recipe, machine, monkeypatch)
 @each_recipe
 def test_a_recipe_leaves_room_on_the_gpus_of_its_head(recipe):
     head = recipe.path.read_text().split("[model]")[0]
-    assert f"{recipe.num_gpus} GPUs" in head and f"{recipe.gpu_gb} GB" in head
+    assert re.search(rf"\b{recipe.num_gpus} GPUs?\b", head) and f"{recipe.gpu_gb} GB" in head
     config, _, fullest = figures(recipe)
     node = Node(8, recipe.gpu_gb * 10**9, recipe.num_gpus, min(recipe.num_gpus, 8))
     found = list(check_gpus(config, node, fullest))
     assert [finding.level for finding in found] == [OK] * len(found), found
     elsewhere = bool(config.rollout.rollout_external_engine_addrs)
     # of one machine all GPUs are taken
-    taken = (
-        "0, 1, 2, 3, 4, 5, 6, 7, colocated" if config.rollout.colocate else "4, 5, 6, 7, no rank"
-    )
+    colocated = ", ".join(map(str, range(recipe.num_gpus)))
+    taken = f"{colocated}, colocated" if config.rollout.colocate else "4, 5, 6, 7, no rank"
     assert len(found) == 1 if elsewhere else found[0].text.startswith(f"SGLang takes GPU {taken}")
+
+
+def timed(recipe: Recipe) -> tuple[StepTime, ServerEstimate]:
+    """A step of the recipe on the GPUs of its head, and one of its servers."""
+    config, model, fullest = figures(recipe)
+    gpu_bytes = recipe.gpu_gb * 10**9
+    server = estimate_server(config, model, gpu_bytes)
+    return step_time(config, model, fullest.held, server, recipe.num_gpus, gpu_bytes), server
+
+
+@each_recipe
+def test_a_recipes_head_says_what_a_step_of_it_is_estimated_to_take(recipe):
+    """A head that is wrong fails with the right line."""
+    (config, _, fullest), (time, server) = figures(recipe), timed(recipe)
+    rollout = config.rollout
+    servers = len(rollout.rollout_external_engine_addrs) or rollout.rollout_num_engines
+    line = (
+        f"# A step, estimated with {servers} x {server.gpus} GPUs that serve: {time.seconds:.0f} s,"
+        f" {time.rate:,.0f} tokens/s/GPU; a rank's peak is {fullest.total / 2**30:.0f} GiB."
+    )
+    head = recipe.path.read_text().split("[model]")[0].splitlines()
+    assert head[0] == "#:schema ../r3train.schema.json" and line in head, line
+
+
+def test_the_page_on_choosing_has_the_steps_as_they_are_estimated():
+    row = r"^\| `(\w+)` \| [^|]+ \| (\d+) s \| ([\d,]+) \| (\d+) s\b[^|]* \| (\d+) s\b"
+    rows = re.findall(row, CHOOSING.read_text(encoding="utf-8"), re.M)
+    assert len(rows) > 5
+    for name, *said in rows:
+        (recipe,) = (recipe for recipe in RECIPES if recipe.file == name)
+        time, _ = timed(recipe)
+        parts = {part: seconds for part, seconds, _ in time.parts}
+        training = parts["training"] + parts["Adam on the host"]
+        right = [time.seconds, time.rate, parts["generation"], training]
+        assert said == [f"{number:,.0f}" for number in right], name
 
 
 @cache
@@ -125,6 +170,24 @@ def test_the_page_names_the_gpus_and_the_topology_of_every_recipe():
             f" | {recipe.num_gpus} x {recipe.gpu_gb} GB | {ways} |"
         )
     assert "\n".join(rows) in PAGE.read_text(encoding="utf-8"), "\n".join(rows)
+
+
+def test_the_readmes_rows_of_one_machine_fit_it():
+    """Hardware -> recipe -> command: what each command would train fits the GPUs that its row names."""
+    rows = re.findall(
+        r"^\| (\d) x (\d+) GB.*\| `r3train train (--config [^`]*)` \|$", README.read_text(), re.M
+    )
+    assert {(int(gpus), int(gb)) for gpus, gb, _ in rows} == {(1, 24), (1, 80), (8, 80)}
+    for gpus, gb, flags in rows:
+        config = parse_train_flags(flags.split(), prog_name="train")
+        model, _ = find_model(config)
+        alone = config.rollout.colocate
+        fit = fullest_rank(config, model, int(gpus) if alone else int(gpus) // 2)
+        assert fit.fullest.total < (1 - MARGIN) * int(gb) * 1e9, flags
+        server = estimate_server(config, model, int(gb) * 1e9)
+        longest = longest_sample(config, model.hf)
+        assert server.pool_tokens > 8 * longest and config.trainer.max_tokens_per_gpu >= longest
+        assert server.gpus * config.rollout.rollout_num_engines == int(gpus) // (1 if alone else 2)
 
 
 def test_the_recipe_of_two_nodes_is_what_its_head_says_with_room_to_spare():

@@ -147,7 +147,7 @@ def test_servers_on_a_node_of_their_own_serve_ranks_on_another_with_a_key(
 ):
     """``SERVERS_PER_NODE=2`` as docs/guide/several_machines.md has it: two servers on one node, two ranks on the other."""
     run_dir = tmp_path / "run"
-    environment = {**slurm, "SERVERS_PER_NODE": "2", "NPROC_PER_NODE": "2"}
+    environment = {**slurm, "SERVERS_PER_NODE": "2"}
     flags = [*tiny_flags, *jobs.R3_FLAGS, "--num-rollout", "2", "--check-weight-update-equal"]
     flags += ["--rollout-server-start-timeout-s", "600"]
     _, job_id = submit(environment, "train_multi_node.sbatch", run_dir, *flags)

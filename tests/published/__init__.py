@@ -63,6 +63,7 @@ RECIPES = (
     Recipe("qwen3_30b_a3b_colocated", "Qwen3-30B-A3B", 8, 80),
     Recipe("moonlight_16b_a3b_colocated", "Moonlight-16B-A3B", 8, 80),
     Recipe("gpt_oss_20b_colocated", "gpt-oss-20b", 8, 80),
+    Recipe("olmoe_1b_7b_one_gpu", "OLMoE-1B-7B", 1, 80),
 )
 
 

@@ -61,7 +61,7 @@ SHOWN = (
 SERVED_GPUS = {
     "qwen3_30b_a3b": 2,
     "qwen3_30b_a3b_two_nodes": 4,
-    "qwen3_5_35b_a3b_two_nodes": 2,
+    "qwen3_5_35b_a3b_two_nodes": 4,
 }
 _KERNELS = frozenset(
     "sgl_kernel flashinfer deep_gemm deep_ep flash_mla triton_kernels cutlass humming quack tilelang"

@@ -43,6 +43,7 @@ CASES = (
     ("mixtral_8x7b", (0, 8), {}),
     ("gpt_oss_20b_one_node", (0,), {}),
     ("qwen3_5_35b_a3b_one_node", (0,), {}),
+    ("olmoe_1b_7b_one_gpu", (0,), {}),
     ("mixtral_8x7b", (0,), SPLIT_EXPERTS),
     ("qwen3_30b_a3b", (0,), OF_CONTEXT),
     ("qwen3_30b_a3b", (0, 6), STAGED),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -19,6 +21,8 @@ from r3train.launch import estimate_command, topology_search
 from r3train.launch.estimate import Model
 from r3train.config.recipes import recipe_path
 from r3train.launch.topology_search import fullest_rank, search
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def run(*words: str, code: int = 0) -> str:
@@ -64,6 +68,32 @@ def test_a_bare_name_and_two_numbers_are_enough():
     ):
         assert part in text
     assert max(map(len, lines)) <= 80
+
+
+def test_seconds_of_a_step_stand_by_parts_and_for_every_topology_with_its_flags():
+    words = ("qwen3_30b_a3b_colocated", "--gpus", 8, "--gpu-memory-gb", 80)
+    lines = run(*words).splitlines()
+    names = ("generation", "routes out", "training", "turns", "publish")
+    for name in names:
+        assert any(f"  {name}: " in line for line in lines), name
+    rows = [re.split("  +", line)[1] for line in lines if line.startswith(("recipe  ", "fits  "))]
+    timed = [line.split(": ")[0] for line in lines if line.endswith(" tokens/s/GPU")]
+    assert timed == rows and len(rows) > 3
+    output = "\n".join(lines).replace(" \\\n", " ")
+    for name in timed[1:]:
+        flags = output.partition(f"\n{name}: ")[2].splitlines()[1].split()
+        given = ["--config", str(recipe_path(words[0])), *flags]
+        config = parse_train_flags(given, prog_name="train")
+        model, _ = estimate_command.find_model(config)
+        assert fullest_rank(config, model, 8).name == name
+
+
+def test_the_page_has_the_step_as_it_is_estimated():
+    """docs/run/gpus.md; where it is wrong, this test prints the right one."""
+    output = run("qwen3_30b_a3b_colocated", "--gpus", 8, "--gpu-memory-gb", 80)
+    start = output.index("seconds of a step on")
+    block = output[start : output.index(" tokens/s/GPU", start)] + " tokens/s/GPU"
+    assert block in (ROOT / "docs/run/gpus.md").read_text(encoding="utf-8"), block
 
 
 @pytest.mark.parametrize(

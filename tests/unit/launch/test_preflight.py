@@ -791,7 +791,7 @@ def test_conversations_that_are_too_long_are_dropped_with_a_warning(tiny, tmp_pa
     assert "warning: " + str(path) + ": dropped 1 of 2 conversations" in words(result)
     estimated = CliRunner().invoke(train_async.main, [*flags, "--estimate"], env=environment)
     lines = estimated.stdout.splitlines()
-    assert "# 1 conversations of 6 to 6 tokens, median 6" in lines
+    assert "# 1 conversations of 6 tokens each" in lines
     assert any(line.startswith("# recipe ") for line in lines)
     assert not any("each server" in line for line in lines)  # nothing is generated
     flags += ["--overlong-prompts", "error"]

@@ -14,8 +14,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from r3train.config import RunConfig
 from r3train.engine.key import engine_api_key
 from r3train.engine.server import _PORTS
+from r3train.launch.gpus import server_size
+from tests.published import RECIPES
 
 ROOT = Path(__file__).resolve().parents[3]
 EPHEMERAL = 32768  # Linux gives ports from here on to outgoing connections, unless told otherwise
@@ -39,6 +42,7 @@ def render(tmp_path: Path, script: str, *flags: str, nodes: int = 1, **environme
             "SLURM_SUBMIT_DIR": str(ROOT),
             "SLURM_JOB_NODELIST": f"node[01-{nodes:02d}]",
             "RUN_DIR": "/shared/runs/a",
+            "BIN": str(fake),  # without r3train, which would look at the topology for a second
             **environment,
         },
         capture_output=True,
@@ -64,13 +68,13 @@ def documented(text: str, script: str) -> tuple[dict[str, str], list[str]]:
     return dict(word.split("=", 1) for word in words[:at]), words[at + 1 :]
 
 
-def render_documented(tmp_path: Path, text: str, script: str):
+def render_documented(tmp_path: Path, text: str, script: str, **given: str):
     """Render the job that Slurm would make of a documented command: settings, nodes, GPUs."""
     environment, words = documented(text, script)
     at = words.index(f"slurm/{script}.sbatch")
     asked = dict(word.lstrip("-").split("=", 1) for word in words[:at])
     gpus = asked.pop("gpus-per-node")
-    environment |= {"SLURM_GPUS_PER_NODE": gpus, "SLURM_GPUS_ON_NODE": gpus}
+    environment |= {"SLURM_GPUS_PER_NODE": gpus, "SLURM_GPUS_ON_NODE": gpus} | given
     nodes = int(asked.pop("nodes", "1"))
     assert not asked
     return render(tmp_path, script, *words[at + 1 :], nodes=nodes, **environment)
@@ -272,6 +276,52 @@ def test_a_node_has_a_rank_for_each_gpu_that_no_server_beside_them_takes(tmp_pat
     assert done.returncode == 2 and not steps and "NPROC_PER_NODE is 0" in done.stderr
 
 
+HERE = {"BIN": str(Path(sys.executable).parent)}
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.file)
+def test_the_sbatch_line_of_a_recipe_gives_it_the_ranks_and_servers_of_its_head(recipe, tmp_path):
+    head, config = recipe.path.read_text().split("[model]")[0], RunConfig.from_toml(recipe.path)
+    elsewhere = config.rollout.rollout_external_engine_addrs
+    script = "train_multi_node" if elsewhere else "train_single_node"
+    done, steps = render_documented(tmp_path, head, script, **HERE)
+    assert done.returncode == 0, done.stderr
+    assert len(steps) == 1 + bool(elsewhere)
+    assert {after(words, "--config") for words in steps} == {recipe.file}
+    nodes = int(after(steps[-1], "--nnodes")) if elsewhere else 1
+    assert nodes * int(after(steps[-1], "--nproc-per-node")) == recipe.num_gpus
+    size = server_size(config.rollout.sglang)
+    if elsewhere and size is not None:
+        assert after(steps[0], "--num-gpus") == str(size)
+        (tasks,) = (word for word in steps[0] if word.startswith("--ntasks="))
+        assert tasks == f"--ntasks={len(elsewhere)}"
+
+
+@pytest.mark.parametrize(
+    "script, given, said",
+    [
+        ("train_single_node", {"NPROC_PER_NODE": "3"}, "world size 3 is not a multiple of"),
+        ("r3_regression", {"NPROC_PER_NODE": "3"}, "3 ranks on each of 1 nodes: world size 3"),
+        ("train_multi_node", {"NPROC_PER_NODE": "5"}, "5 ranks on each of 1 nodes: world size 5"),
+        (
+            "train_single_node",
+            {"CONFIG": "qwen3_30b_a3b_one_node", "SLURM_GPUS_ON_NODE": "8"},
+            "server 0 of this node takes GPUs 8 to 11",
+        ),
+    ],
+)
+def test_what_ranks_would_refuse_is_refused_before_a_job_has_started_anything(
+    script, given, said, tmp_path
+):
+    for how in ({}, {"RENDER": "", "RUN_DIR": str(tmp_path / "run")}):
+        done, words = render(tmp_path, script, nodes=2, **HERE, **given, **how)
+        assert done.returncode == 2 and not words and said in done.stderr, done.stderr
+    done, words = render(tmp_path, script, "--no-such-flag", nodes=2, **HERE)
+    assert done.returncode == 2 and "--no-such-flag" in done.stderr and not words
+    done, words = render(tmp_path, script, nodes=2, **HERE)
+    assert done.returncode == 0 and words, done.stderr
+
+
 PAGES = (
     "Makefile",
     "README.md",
@@ -469,7 +519,6 @@ def test_training_jobs_requeue_and_hear_of_their_end_early(script):
 
 
 def test_the_flags_of_the_scripts_are_flags_of_the_trainer(tmp_path):
-    from r3train.config import RunConfig
     from r3train.config.sources import places
 
     known = {flag for place in places(RunConfig).values() for flag in (place.flag,)}
