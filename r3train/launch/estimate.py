@@ -297,7 +297,10 @@ def training_checkpoint_bytes(config: RunConfig, model: Model) -> float:
 
 
 def logits_bytes(config: RunConfig, vocab_size: int) -> float:
-    """Bytes of the longest microbatch's logits on one rank, with the float32 chunks of the loss."""
+    """Bytes of the longest microbatch's logits on one rank, with the float32 chunks of the loss.
+
+    Rows without loss have no logits, but a microbatch may hold hardly any: all of its rows count.
+    """
     rows, chunk = config.trainer.max_tokens_per_gpu, config.trainer.log_probs_chunk_size
     width = vocab_size / config.parallel.tensor_model_parallel_size
     at_once = min(rows, chunk) if chunk > 0 else rows

@@ -322,8 +322,10 @@ class AsyncLoop:
         """Faults so far, and the step's seconds and speed; on rank 0."""
         if taken.prepared is None:
             return {}
-        lengths = np.array([s.sample.num_tokens for s in taken.prepared.samples])
-        speed = self._speed.metrics(lengths, clock.seconds["train"])
+        samples = [s.sample for s in taken.prepared.samples]
+        lengths = np.array([s.num_tokens for s in samples])
+        loss_tokens = sum(int(s.loss_mask.sum()) for s in samples)
+        speed = self._speed.metrics(lengths, loss_tokens, clock.seconds["train"])
         seconds = clock.metrics(taken.metrics.get("rollout/tokens", 0))
         if not self.config.eval_sets:
             del seconds["perf/eval_wait_s"]

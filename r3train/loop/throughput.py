@@ -18,21 +18,27 @@ class TrainSpeed:
 
     Model FLOPs of a forward pass over T tokens are 2 A T for A active parameters in matrices (those of an
     expert count by top-k over experts, the embedding not at all), and 2 T^2 a for each attention layer of
-    a values, causal.  A training step is three forwards (two with a frozen base), a log-prob pass is one;
-    what is recomputed to save memory does not count.
+    a values, causal.  Those of the output layer count for tokens with loss alone: no others go through it.
+    A training step is three forwards (two with a frozen base), a log-prob pass is one; what is recomputed to
+    save memory does not count.
     Source: A. Chowdhery et al., "PaLM", arXiv 2204.02311, appendix B.
     """
 
     def __init__(self, config: RunConfig, hf: HfModelFacts, num_ranks: int) -> None:
         shapes = {name: kind.shape for name, kind in trained_tensors(hf).items()}
         self._params, self._attention = active_parameters(shapes, hf), attention_width(shapes)
+        self._output_layer = hf.vocab_size * hf.hidden_size
         self.forwards = forward_passes(config)
         self._num_ranks, self._peak = num_ranks, config.trainer.peak_tflops
 
-    def metrics(self, lengths: np.ndarray, train_s: float) -> dict[str, float]:
-        """Metrics of samples of these lengths, int[B], that were trained in ``train_s`` seconds."""
+    def metrics(self, lengths: np.ndarray, loss_tokens: int, train_s: float) -> dict[str, float]:
+        """Metrics of samples of these lengths, int[B], that were trained in ``train_s`` seconds.
+
+        loss_tokens: those of all samples that are in the loss.
+        """
         lengths = lengths.astype(np.float64)
         forward = 2 * self._params * lengths.sum() + 2 * self._attention * np.square(lengths).sum()
+        forward -= 2 * self._output_layer * (lengths.sum() - loss_tokens)
         tflops = self.forwards * forward / train_s / self._num_ranks / 1e12
         found = {
             "perf/train_tokens_per_s_per_gpu": lengths.sum() / train_s / self._num_ranks,

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -53,14 +54,15 @@ def train_rollout(
     began, algorithm = time.monotonic(), config.algorithm
     steps: Sequence[Any] = taken.steps
     everything = [s for step in steps for s in step]
+    log_probs_of = partial(actor.compute_log_probs, everything, loss_rows_only=True)
     old = ref = teacher = None
     if not config.reuses_log_probs:
-        old = actor.compute_log_probs(everything, "old_log_prob", weight_version=rollout_id)
+        old = log_probs_of("old_log_prob", weight_version=rollout_id)
     if algorithm.needs_reference:
-        ref = actor.compute_log_probs(everything, "ref_log_prob", routing=algorithm.ref_routing)
+        ref = log_probs_of("ref_log_prob", routing=algorithm.ref_routing)
     if algorithm.holds_teacher:
         # another model than the one that generated: its own routers choose
-        teacher = actor.compute_log_probs(everything, None, with_teacher=True)
+        teacher = log_probs_of(None, with_teacher=True)
     metrics: dict[str, Any] = {"perf/log_prob_s": time.monotonic() - began}
     if algorithm.kl_coef:
         rank = actor.topology.rank

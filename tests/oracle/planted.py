@@ -139,6 +139,25 @@ def neighbours_routes(original, batch, t):
     return replace(original(batch, t), routes=neighbours.routes)
 
 
+@replaces(forward_step, "logits_of_rows", "ep2", FORWARD)
+def rows_shifted_by_one(original, *, context, **given):
+    """Every row's logits are those of the next row that has any."""
+    return original(context=context.roll(-1), **given)
+
+
+@replaces(forward_step, "gather_from_sequence_parallel_region", "tp2", FORWARD)
+def rows_of_another_rank(original, share, **how):
+    """Logits are of rows that another tensor rank holds."""
+    return original(share, **how).roll(len(share), 0)
+
+
+@replaces(forward_step, "loss_rows", "dp2", LOSS)
+def loss_row_left_out(original, s):
+    """The last row with loss goes through no output layer."""
+    rows = original(s)
+    return rows[:-1] if len(rows) > 1 else rows
+
+
 @replaces(microbatch, "cp_rows", "cp2", FORWARD)
 def contiguous_cp(original, rows, cu_seqlens_padded, cp_size, cp_rank):
     """Context-parallel ranks take contiguous shares."""

@@ -89,8 +89,10 @@ def cases(checkpoint: Path, scratch: Path) -> dict[str, Any]:
                         )
                     count = broadcast_json(prepared and prepared.counts[0])
                     slices = routes.slices(prepared, count)
-                    old = actor.compute_log_probs(slices, "old_log_prob", weight_version=step)
-                    ref = actor.compute_log_probs(slices, "ref_log_prob")
+                    old, ref = (
+                        actor.compute_log_probs(slices, name, weight_version=v, loss_rows_only=True)
+                        for name, v in (("old_log_prob", step), ("ref_log_prob", None))
+                    )
                     actor.train_step(slices, old, ref, weight_version=step)
                 recorded = routes.recorded(prepared)
                 evidence = EvidenceWriter(scratch / f"{name}{bug}", actor.topology.rank)
@@ -126,7 +128,7 @@ def formula(s: Any, vocab_size: int) -> list[Any]:
     labels, found = torch.from_numpy(s.labels), {}
     for chunk_size in CHUNK_SIZES:
         shard = full[:, rank * size : (rank + 1) * size].float().requires_grad_()
-        kept = SamplingMask.from_slice(s, torch.device("cpu"))
+        kept = SamplingMask.from_slice(s, np.arange(s.num_rows), torch.device("cpu"))
         draw = Draw(labels, TEMPERATURE, kept, chunk_size=chunk_size)
         # a copy, for the backward overwrites its input
         log_probs, entropy = log_probs_and_entropy(shard[None] * 1.0, draw, with_entropy=True)

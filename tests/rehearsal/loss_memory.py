@@ -1,9 +1,10 @@
 """Peak bytes of the log-prob pass and of the loss at real size, counted of tensors without content.
 
-    python -m tests.rehearsal.loss_memory REPORT TP ROWS VOCAB CHUNK [CHUNK ...]
+    python -m tests.rehearsal.loss_memory REPORT TP ROWS OF_LOSS VOCAB CHUNK [CHUNK ...]
 
 A rank's bfloat16 logits come out of production's bfloat16 wrapper and go through production's forward
 steps, forward and backward, under FakeTensorMode and a group that sends nothing.  The logits count.
+OF_LOSS of the rows have loss.
 """
 
 from __future__ import annotations
@@ -74,16 +75,18 @@ class Head(torch.nn.Module):
 
     vp_stage = None
 
-    def __init__(self, rows: int, vocab: int):
+    def __init__(self, vocab: int):
         super().__init__()
-        self.rows, self.vocab = rows, vocab
+        self.vocab = vocab
         self.scale = torch.nn.Parameter(torch.ones((), dtype=torch.bfloat16))
 
-    def forward(self, **_: Any) -> torch.Tensor:
-        return self.scale.expand(1, self.rows, self.vocab).clone()
+    def forward(self, *, output_processor_context: torch.Tensor, **_: Any) -> torch.Tensor:
+        return self.scale.expand(1, len(output_processor_context), self.vocab).clone()
 
 
-def slice_of(rows: int) -> DeviceSlice:
+def slice_of(rows: int, of_loss: int | None = None) -> DeviceSlice:
+    """A microbatch of these rows, of which some, or all, have loss."""
+
     def stream(dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(rows, dtype=dtype)
 
@@ -99,6 +102,7 @@ def slice_of(rows: int) -> DeviceSlice:
         samples=stream(numbers),
         ages=stream(numbers),
         loss_weights=torch.ones(1),
+        rows=torch.arange(rows if of_loss is None else of_loss),
     )
     return DeviceSlice(**{field.name: None for field in fields(DeviceSlice)} | streams)
 
@@ -110,14 +114,14 @@ CASES = {
 }
 
 
-def peaks(rows: int, vocab: int, temperature: float, chunk: int) -> dict[str, int]:
+def peaks(rows: int, of_loss: int, vocab: int, temperature: float, chunk: int) -> dict[str, int]:
     """The peak of each case, of one rank's shard of the vocabulary."""
     found = {}
     config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, bf16=True)
     for name, algorithm in CASES.items():
-        chunk_model = model._in_bf16(config, Head(rows, vocab))
+        chunk_model = model._Bf16Chunk(config, Head(vocab))
         with FakeTensorMode(allow_non_fake_inputs=True), Account() as account:
-            batches = {0: slice_of(rows)}
+            batches = {0: slice_of(rows, of_loss)}
             if algorithm is None:
                 step = forward_step.make_log_prob_step(batches, None, temperature, chunk)
                 with torch.no_grad():
@@ -136,13 +140,13 @@ def peaks(rows: int, vocab: int, temperature: float, chunk: int) -> dict[str, in
 
 if __name__ == "__main__":
     report = Path(sys.argv[1])
-    tp, rows, vocab = map(int, sys.argv[2:5])
+    tp, rows, of_loss, vocab = map(int, sys.argv[2:6])
     dist.init_process_group("fake", rank=0, world_size=tp, store=FakeStore())
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tp, create_gloo_process_groups=False
     )
     found = [
-        {f"T={t}": peaks(rows, vocab // tp, t, int(chunk)) for t in (1.0, 0.7)}
-        for chunk in sys.argv[5:]
+        {f"T={t}": peaks(rows, of_loss, vocab // tp, t, int(chunk)) for t in (1.0, 0.7)}
+        for chunk in sys.argv[6:]
     ]
     report.write_text(json.dumps(found))

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-from megatron.core.tensor_parallel import layers
+from megatron.core.tensor_parallel import layers, mappings
 
 from r3train.algo.losses.policy_losses import configured_loss
 from r3train.config import RunConfig
@@ -152,7 +152,8 @@ def measure(recipe: Recipe, ranks: list[int], settings: dict[str, Any]) -> list[
 
 
 dist.all_reduce = lambda *_, **__: Done()
-layers.dist_all_gather_func = layers.dist_reduce_scatter_func = lambda *_, **__: Done()
+for module in (layers, mappings):
+    module.dist_all_gather_func = module.dist_reduce_scatter_func = lambda *_, **__: Done()
 
 if __name__ == "__main__":
     install()

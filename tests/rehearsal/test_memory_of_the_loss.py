@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 
 def peaks(directory: Path, *words: int) -> list[dict[str, dict[str, float]]]:
-    """GiB at the peak by chunk, temperature and case; words: TP, rows, vocabulary and chunks."""
+    """GiB at the peak by chunk, temperature and case; words: TP, rows, those with loss, vocabulary and chunks."""
     report = directory / "report.json"
     command = [sys.executable, "-W", "ignore", "-m", "tests.rehearsal.loss_memory", str(report)]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -36,9 +36,17 @@ def peaks(directory: Path, *words: int) -> list[dict[str, dict[str, float]]]:
 def test_the_loss_of_20480_rows_at_tp_4_takes_little_beside_its_logits(tmp_path):
     """Without chunks the count finds the copies: it finds what it is there to find."""
     chunk = TrainerSection.model_fields["log_probs_chunk_size"].default
-    found, whole = peaks(tmp_path, 4, 20480, QWEN3_VOCAB, chunk, -1)
+    found, whole = peaks(tmp_path, 4, 20480, 20480, QWEN3_VOCAB, chunk, -1)
     logits = 20480 * QWEN3_VOCAB // 4 * 2 / GIB
     for temperature, cases in found.items():
         for case, peak in cases.items():
             assert logits < peak < 2.2, (temperature, case, peak)
     assert min(peak for cases in whole.values() for peak in cases.values()) > 6
+
+
+@pytest.mark.parametrize("prompt, most", [(1, 1.5), (4, 1.05), (16, 0.55)])
+def test_prompts_take_nothing_of_the_loss(prompt, most, tmp_path):
+    """Of prompts that are ``prompt`` times as long as the answers; all rows together take 2.2 GiB."""
+    chunk = TrainerSection.model_fields["log_probs_chunk_size"].default
+    (found,) = peaks(tmp_path, 4, 20480, 20480 // (prompt + 1), QWEN3_VOCAB, chunk)
+    assert max(peak for cases in found.values() for peak in cases.values()) < most, found

@@ -146,6 +146,7 @@ class MegatronActor:
         *,
         with_teacher: bool = False,
         routing: Literal["replay", "native"] = "replay",
+        loss_rows_only: bool = False,
     ) -> dict[int, torch.Tensor]:
         """Compute log-probs of each microbatch's labels, {microbatch_id: float32[n]}.
 
@@ -153,10 +154,13 @@ class MegatronActor:
         ``routing`` native routers choose for themselves, with the teacher's weights if ``with_teacher``.
         temperature: the rollout's unless given.  weight_version: the version that the weights of this
         pass have on the servers, for the evidence; None if they have none.
-        The last pipeline stage gets one log-prob for each row of its slices.  The other stages get an
-        empty dict.
+        The last pipeline stage gets one log-prob for each row of its slices, 0 for rows that ``loss_rows_only``
+        leaves out: those that a train step leaves out too.  The other stages get an empty dict.
         """
-        batches = {s.microbatch_id: DeviceSlice.from_slice(s, self.device) for s in slices}
+        batches = {
+            s.microbatch_id: DeviceSlice.from_slice(s, self.device, loss_rows_only=loss_rows_only)
+            for s in slices
+        }
         for chunk in self.model.chunks:
             chunk.eval()
         if temperature is None:

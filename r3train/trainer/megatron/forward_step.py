@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
 from r3train.algo.corrections import log_prob_gap_histogram
 from r3train.algo.policy_loss import PolicyLoss, microbatch_loss
@@ -40,12 +41,16 @@ class DeviceSlice:
     ages: torch.Tensor  # int64[n]
     row_classes: torch.Tensor | None  # int64[n], None without R3
     packed: PackedSeqParams
-    kept: SamplingMask | None  # set where the labels were sampled within a sampling mask
+    rows: torch.Tensor  # int64[k], ascending, k >= 1: the rows that go through the output layer
+    # of these rows, where their labels were sampled within a sampling mask
+    kept: SamplingMask | None
     teacher_log_probs: torch.Tensor | None  # set where samples carry them
 
     @classmethod
-    def from_slice(cls, s: RankSlice, device: torch.device) -> DeviceSlice:
-        """Copy the slice's streams to the device."""
+    def from_slice(
+        cls, s: RankSlice, device: torch.device, *, loss_rows_only: bool = True
+    ) -> DeviceSlice:
+        """Copy the slice's streams to the device, with its ``loss_rows`` or all rows for the output layer."""
 
         def move(x: Any) -> torch.Tensor:
             return torch.from_numpy(x).to(device, non_blocking=True)
@@ -54,6 +59,7 @@ class DeviceSlice:
         # every context-parallel rank holds the same share of each sequence
         padded = np.diff(s.cu_seqlens_padded)
         lengths = padded // (int(s.cu_seqlens_padded[-1]) // s.num_rows)
+        rows = loss_rows(s) if loss_rows_only else np.arange(s.num_rows)
         return cls(
             microbatch_id=s.microbatch_id,
             tokens=move(s.tokens),
@@ -75,9 +81,52 @@ class DeviceSlice:
                 max_seqlen_q=s.max_seqlen,
                 max_seqlen_kv=s.max_seqlen,
             ),
-            kept=SamplingMask.from_slice(s, device),
+            rows=move(rows),
+            kept=SamplingMask.from_slice(s, rows, device),
             teacher_log_probs=None if s.teacher_log_probs is None else move(s.teacher_log_probs),
         )
+
+    def over_all_rows(self, values: torch.Tensor) -> torch.Tensor:
+        """Scatter values of ``rows``, float32[k], to all rows, float32[n]; the others hold 0."""
+        return values.new_zeros(self.labels.shape[0]).index_copy(0, self.rows, values)
+
+
+def loss_rows(s: RankSlice) -> np.ndarray:
+    """Rows with loss or a sampling mask, int64[k], ascending; row 0 where there are none.
+
+    The evidence of sampling masks counts every label that was drawn, in the loss or not.
+    """
+    needed = s.loss_mask if s.mask_counts is None else s.loss_mask | (s.mask_counts > 0)
+    rows = np.flatnonzero(needed)
+    # a rank without any takes part in the collectives of the others
+    return rows if len(rows) else np.zeros(1, np.int64)
+
+
+def logits_of_rows(
+    *,
+    hidden_states: torch.Tensor,
+    output_layer: torch.nn.Module,
+    output_weight: torch.Tensor | None,
+    context: torch.Tensor,
+    **_: Any,
+) -> torch.Tensor:
+    """Compute the logits of some rows, [1, k, vocab / tp]: the ``output_processor`` of Megatron's GPTModel.
+
+    hidden_states: [n, 1, hidden], with sequence parallelism this rank's share of them.
+    context: the rows, int64[k].
+    """
+    shares_rows = output_layer.sequence_parallel
+    if shares_rows:
+        # the output layer then adds up the gradients of k rows over the ranks itself
+        hidden_states = gather_from_sequence_parallel_region(
+            hidden_states, tensor_parallel_output_grad=False
+        )
+    output_layer.sequence_parallel = False
+    try:
+        logits, _ = output_layer(hidden_states.index_select(0, context), weight=output_weight)
+    finally:
+        output_layer.sequence_parallel = shares_rows
+    return logits.transpose(0, 1)
 
 
 def run_chunk(
@@ -85,7 +134,7 @@ def run_chunk(
 ) -> torch.Tensor:
     """Run one chunk forward, and name the microbatch to the replay for forward and backward.
 
-    Returns hidden states, or logits [1, n, vocab / tp] on the last stage.
+    Returns hidden states, or logits [1, k, vocab / tp] of ``batch.rows`` on the last stage.
     """
     vp_stage = unwrap(model).vp_stage or 0
     if replay is not None:
@@ -95,6 +144,8 @@ def run_chunk(
         position_ids=batch.positions[None],
         attention_mask=None,
         packed_seq_params=batch.packed,
+        output_processor=logits_of_rows,
+        output_processor_context=batch.rows,
     )
     if replay is not None and out.requires_grad:
         # Fires when autograd reaches this chunk's output, before any recomputation below it.
@@ -109,11 +160,12 @@ def _draw(
     temperature: float,
     chunk_size: int,
 ) -> tuple[Draw, Callable[[], None]]:
-    """Say how the engine drew the slice's labels; returns that, and a call that ends its evidence of sampling masks.
+    """Say how the engine drew the labels of ``batch.rows``; returns that, and a call that ends their evidence.
 
     With the R3 check on, that evidence counts what was left of each chunk's logits.
     """
-    draw = Draw(batch.labels, temperature, batch.kept, chunk_size=chunk_size)
+    labels = batch.labels.index_select(0, batch.rows)
+    draw = Draw(labels, temperature, batch.kept, chunk_size=chunk_size)
     recorder = replay.recorder if replay is not None else None
     kept = batch.kept
     if recorder is None or kept is None:
@@ -155,7 +207,7 @@ def make_log_prob_step(
         draw, record = _draw(batch, model, replay, temperature, chunk_size)
         log_probs, _ = log_probs_and_entropy(logits, draw, with_entropy=False)
         record()
-        return {batch.microbatch_id: log_probs}
+        return {batch.microbatch_id: batch.over_all_rows(log_probs)}
 
     def step(iterator: Iterator[int], model: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
         batch = batches[next(iterator)]
@@ -190,6 +242,7 @@ def make_train_step(
         log_probs, entropy = log_probs_and_entropy(logits, draw, with_entropy=True)
         assert entropy is not None
         record()
+        log_probs, entropy = batch.over_all_rows(log_probs), batch.over_all_rows(entropy)
         old = log_probs.detach() if old_log_probs is None else old_log_probs[batch.microbatch_id]
         rows = LossRows(
             log_probs=log_probs,

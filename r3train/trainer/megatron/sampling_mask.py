@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from megatron.core import parallel_state
 
+from r3train.layout.rows import take_ragged
 from r3train.types import RankSlice
 
 # The logit of a token that sampling dropped: its probability is exactly 0, and unlike -inf it makes no
@@ -17,12 +18,13 @@ DROPPED = -1e30
 
 @dataclass(frozen=True)
 class SamplingMask:
-    """The sampling masks of a slice's n rows, e in all; a row without any keeps the whole vocabulary.
+    """The sampling masks of n rows of a slice, e in all; a row without any keeps the whole vocabulary.
 
     Every tensor-parallel rank has them all, and applies those of its own shard of the vocabulary.
     """
 
-    source: RankSlice  # of all rows, for counts that the host makes
+    source: RankSlice  # all its rows, for counts that the host makes
+    counts: np.ndarray  # int32[n], tokens of each row's sampling mask, on the host
     rows: torch.Tensor  # int64[e], the row of each token of a sampling mask
     ids: torch.Tensor  # int64[e]
     labels: torch.Tensor  # int64[n]
@@ -31,31 +33,35 @@ class SamplingMask:
     uids: torch.Tensor  # int64[n]
 
     @classmethod
-    def from_slice(cls, s: RankSlice, device: torch.device) -> SamplingMask | None:
-        """Copy a slice's sampling masks to the device; None if it has none to apply."""
+    def from_slice(
+        cls, s: RankSlice, rows: np.ndarray, device: torch.device
+    ) -> SamplingMask | None:
+        """Copy the sampling masks of a slice's rows, int64[n], to the device; None if it has none to apply."""
         if s.mask_counts is None or s.mask_ids is None or s.mask_versions is None:
             return None
+        counts, ids = take_ragged(s.mask_counts, s.mask_ids, rows)
 
         def move(x: np.ndarray) -> torch.Tensor:
             return torch.from_numpy(np.ascontiguousarray(x)).to(device, non_blocking=True)
 
         return cls(
             source=s,
-            rows=move(np.repeat(np.arange(s.num_rows), s.mask_counts)),
-            ids=move(s.mask_ids.astype(np.int64)),
-            labels=move(s.labels),
-            limited=move(s.mask_counts > 0),
-            versions=move(s.mask_versions),
-            uids=move(s.token_uids),
+            counts=counts,
+            rows=move(np.repeat(np.arange(len(rows)), counts)),
+            ids=move(ids.astype(np.int64)),
+            labels=move(s.labels[rows]),
+            limited=move(counts > 0),
+            versions=move(s.mask_versions[rows]),
+            uids=move(s.token_uids[rows]),
         )
 
     def take(self, chunk: slice) -> SamplingMask:
         """Those of a slice of the rows, which count from its first."""
-        assert self.source.mask_counts is not None
-        first = int(self.source.mask_counts[: chunk.start].sum())
-        entries = slice(first, first + int(self.source.mask_counts[chunk].sum()))
+        first = int(self.counts[: chunk.start].sum())
+        entries = slice(first, first + int(self.counts[chunk].sum()))
         return replace(
             self,
+            counts=self.counts[chunk],
             rows=self.rows[entries] - chunk.start,
             ids=self.ids[entries],
             labels=self.labels[chunk],
@@ -67,8 +73,7 @@ class SamplingMask:
     @property
     def widest(self) -> int:
         """The most tokens that a row kept."""
-        counts = self.source.mask_counts
-        return int(counts.max()) if counts is not None and counts.size else 0
+        return int(self.counts.max(initial=0))
 
     def left_of(self, logits: torch.Tensor) -> torch.Tensor:
         """Give the tokens that were not kept the logit ``DROPPED``.

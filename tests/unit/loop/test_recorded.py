@@ -219,7 +219,9 @@ def failures_of_sampling_mask(
     recorder.begin_pass("train", 3, native=True)
     for microbatch in ready.microbatches[0]:
         share = plant(slice_microbatch(microbatch, place))
-        kept = sampling_mask.SamplingMask.from_slice(share, torch.device("cpu"))
+        kept = sampling_mask.SamplingMask.from_slice(
+            share, np.arange(share.num_rows), torch.device("cpu")
+        )
         logits = torch.randn(share.num_rows, 100)
         counters = [
             recorder.count_sampling_mask(part, logits[rows], part.left_of(logits[rows]))

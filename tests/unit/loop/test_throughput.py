@@ -45,10 +45,12 @@ def test_an_expert_counts_by_its_share_of_the_tokens_and_the_embedding_not_at_al
 def test_the_speed_is_that_of_all_passes_over_the_time_of_all_ranks(settings, forwards, tmp_path):
     model = write_checkpoint(VARIANTS["moe4"], tmp_path)
     made = config(hf_checkpoint=model, peak_tflops=2.0, **settings)
-    speed = TrainSpeed(made, facts(num_experts=4, num_experts_per_tok=2, path=model), 4)
-    active, attention = speed._params, speed._attention
-    got = speed.metrics(np.array([3, 5]), 10.0)
-    flops = forwards * (2 * active * 8 + 2 * attention * (9 + 25))
+    hf = facts(num_experts=4, num_experts_per_tok=2, path=model)
+    speed = TrainSpeed(made, hf, 4)
+    active, attention, head = speed._params, speed._attention, hf.vocab_size * hf.hidden_size
+    got = speed.metrics(np.array([3, 5]), 2, 10.0)
+    # of the 8 tokens 2 go through the output layer
+    flops = forwards * (2 * (active - head) * 8 + 2 * head * 2 + 2 * attention * (9 + 25))
     assert got["perf/train_tflops_per_gpu"] == pytest.approx(flops / 10 / 4 / 1e12)
     assert got["perf/mfu"] == pytest.approx(flops / 10 / 4 / 1e12 / 2.0)
     assert got["perf/train_tokens_per_s_per_gpu"] == pytest.approx(8 / 10 / 4)
@@ -58,4 +60,4 @@ def test_the_speed_is_that_of_all_passes_over_the_time_of_all_ranks(settings, fo
 def test_without_a_peak_there_is_no_share_of_it(tmp_path):
     model = write_checkpoint(VARIANTS["moe4"], tmp_path)
     speed = TrainSpeed(config(hf_checkpoint=model), facts(path=model), 1)
-    assert "perf/mfu" not in speed.metrics(np.array([4]), 1.0)
+    assert "perf/mfu" not in speed.metrics(np.array([4]), 3, 1.0)
