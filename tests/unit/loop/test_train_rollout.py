@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -26,9 +27,12 @@ def actor(**report: float) -> SimpleNamespace:
     )
 
 
-def train(rollout_id: int, report: dict[str, float], **settings):
+def train(rollout_id: int, report: dict[str, float], passes: Any = None, **settings):
+    trained = actor(**report)
+    if passes is not None:
+        trained.compute_log_probs = passes
     taken = SimpleNamespace(steps=[[]], prepared=None)
-    return train_rollout(rollout_id, taken, config(**settings), actor(**report), [])
+    return train_rollout(rollout_id, taken, config(**settings), trained, [])
 
 
 @pytest.mark.parametrize("name", ["kl", "ppo_kl"])
@@ -44,3 +48,14 @@ def test_with_ci_test_another_reference_than_the_actor_ends_the_run_at_the_first
 def test_a_reference_with_routers_of_its_own_may_differ_at_the_first_step():
     native = dict(ci_test=True, ref_routing="native", **KL_OF_A_REFERENCE)
     assert train(0, {"kl": 0.1}, **native).first_step_done
+
+
+def test_every_log_prob_pass_leaves_out_the_rows_that_the_train_step_does():
+    asked: list[bool] = []
+
+    def passes(*_: Any, loss_rows_only: bool = False, **_how: Any) -> dict:
+        asked.append(loss_rows_only)
+        return {}
+
+    train(0, {}, passes, global_batch_size=1, **KL_OF_A_REFERENCE)
+    assert asked == [True, True]
