@@ -7,10 +7,12 @@ no limit of /dev/shm holds for them.  Servers must be on this node and of this u
 from __future__ import annotations
 
 import json
+import logging
 import mmap
 import os
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -21,6 +23,8 @@ from r3train.engine.publish import Published, WeightPublisher, buckets
 from r3train.hf_checkpoint import SAFETENSORS_DTYPES, NamedTensors, TensorKind, kind_of
 from r3train.hf_checkpoint import copy_all_but_weights
 
+logger = logging.getLogger(__name__)
+
 _ALIGNED = 64
 
 
@@ -28,7 +32,8 @@ class SharedMemoryPublisher(WeightPublisher):
     """Write every version into the same memory, and let every server load it as a checkpoint.
 
     ``directory`` gets links to the memory and the other files of ``hf_checkpoint``.  A server maps what it
-    loads, and copies it into its own tensors before it answers.
+    loads, and copies it into its own tensors before it answers.  With CUDA the memory is registered: other
+    memory is copied to by way of a buffer that one core empties.
     """
 
     def __init__(
@@ -46,6 +51,7 @@ class SharedMemoryPublisher(WeightPublisher):
         self._bucket_bytes = bucket_bytes
         self._flush_cache = flush_cache
         self._files: list[_MemoryFile] = []
+        self._registers = torch.cuda.is_available()
         self._directory.mkdir(parents=True, exist_ok=True)
         for stale in self._directory.glob("*.safetensors"):
             stale.unlink()  # a killed job's: its memory went with it
@@ -64,7 +70,7 @@ class SharedMemoryPublisher(WeightPublisher):
             if num_buckets == len(self._files):
                 link = self._directory / f"model-{num_buckets:05d}.safetensors"
                 self._files.append(_MemoryFile(link))
-            self._files[num_buckets].write(bucket)
+            self._registers = self._files[num_buckets].write(bucket, registers=self._registers)
             num_bytes += sum(tensor.nbytes for _, tensor in bucket)
             sent |= {name: kind_of(tensor) for name, tensor in bucket}
             num_buckets += 1
@@ -92,16 +98,42 @@ class _MemoryFile:
         link.symlink_to(f"/proc/{os.getpid()}/fd/{self._file}")
         self._kinds: list[tuple[str, TensorKind]] = []
         self._places: list[torch.Tensor] = []
+        self._registered: int | None = None  # the address of memory that CUDA knows
 
-    def write(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Write tensors of one dtype; the file is laid out anew only where names or kinds have changed."""
+    def write(self, bucket: Sequence[tuple[str, torch.Tensor]], *, registers: bool) -> bool:
+        """Write tensors of one dtype; the file is laid out anew only where names or kinds have changed.
+
+        registers: new memory is registered with CUDA.  Returns it, or False once CUDA has refused.
+        """
         kinds = [(name, kind_of(tensor)) for name, tensor in bucket]
         if kinds != self._kinds:
-            self._places, self._kinds = [], []
+            self._drop_memory()
             self._places = self._laid_out(kinds)
             self._kinds = kinds
+            registers = registers and self._register(bucket[0][1].device)
         for (_, tensor), place in zip(bucket, self._places, strict=True):
-            place.copy_(tensor.detach())
+            place.copy_(tensor.detach(), non_blocking=True)
+        if bucket[0][1].is_cuda:
+            torch.cuda.current_stream().synchronize()
+        return registers
+
+    def _register(self, device: torch.device) -> bool:
+        memory = self._places[0].untyped_storage()  # all of the file
+        address = memory.data_ptr()
+        if error := int(torch.cuda.cudart().cudaHostRegister(address, memory.nbytes(), 0)):
+            logger.warning(
+                "CUDA error %d: weights are copied into memory that is not pinned", error
+            )
+            with suppress(RuntimeError):  # CUDA keeps the error for the next launch of a kernel
+                torch.ones(1, device=device)
+            return False
+        self._registered = address
+        return True
+
+    def _drop_memory(self) -> None:
+        if self._registered is not None:
+            torch.cuda.cudart().cudaHostUnregister(self._registered)
+        self._registered, self._places, self._kinds = None, [], []
 
     def _laid_out(self, kinds: list[tuple[str, TensorKind]]) -> list[torch.Tensor]:
         """Write the header; returns a view of the file for each tensor.
@@ -128,6 +160,6 @@ class _MemoryFile:
         ]
 
     def close(self) -> None:
-        self._places = []
+        self._drop_memory()
         self._link.unlink(missing_ok=True)
         os.close(self._file)
