@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -38,6 +38,11 @@ def join_ranks(
         backend = "nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     _host_group = dist.new_group(backend="gloo", timeout=timeout, group_desc="host messages")
+
+
+def one_node(environ: Mapping[str, str]) -> bool:
+    """True if torchrun runs all ranks on this node."""
+    return environ.get("LOCAL_WORLD_SIZE") == environ.get("WORLD_SIZE")
 
 
 def host_group() -> dist.ProcessGroup:

@@ -290,13 +290,16 @@ class RunConfig(Section):
         """
         return self.lora.enabled and self.trainer.update_weight_transfer_mode == "distributed"
 
-    def weight_leaders(self, world_size: int) -> range:
-        """Ranks next to rank 0 that broadcast weights to the servers: the first of each later pipeline stage.
+    def weight_senders(self, world_size: int, *, one_node: bool) -> range:
+        """Ranks next to rank 0 that send weights to the servers; those of other ranks go through rank 0.
 
-        All others go through rank 0: merged adapters, and by disk or memory.
+        They broadcast: the first of each later pipeline stage, without LoRA.  They write into shared memory: all,
+        if they are on ``one_node``.
         """
-        by_rank_0 = self.lora.enabled or self.trainer.update_weight_transfer_mode != "distributed"
-        if by_rank_0 or not self.has_engines:
+        mode = self.trainer.update_weight_transfer_mode
+        if mode == "shared_memory" and self.has_engines and not self.serves_adapters and one_node:
+            return range(1, world_size)
+        if mode != "distributed" or self.lora.enabled or not self.has_engines:
             return range(0)
         stage_size = world_size // self.parallel.pipeline_model_parallel_size
         return range(stage_size, world_size, stage_size)

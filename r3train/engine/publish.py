@@ -68,6 +68,10 @@ class WeightPublisher:
         """Send every tensor; ``version`` is the servers' new label."""
         raise NotImplementedError
 
+    def send(self, weights: Iterator[tuple[str, torch.Tensor]], *, version: int) -> None:
+        """Send this rank's part of an update, on a rank next to rank 0."""
+        self.publish(weights, version=version)
+
     def abandon(self) -> None:
         """Let ranks go on that wait to send their part of an update, which failed."""
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from r3train.config import RunConfig
 from r3train.config.cross_checks import context_len, replayed_index_topk
 from r3train.config.rollout_settings import RolloutSection
 from r3train.cuda_environment import visible_gpus
@@ -29,7 +30,7 @@ from r3train.launch.job import Job
 from r3train.launch.other_models import served_teacher
 from r3train.loop.fleet import RolloutFleet
 from r3train.loop.route_transport import Routes
-from r3train.loop.distribute import broadcast_json
+from r3train.loop.distribute import broadcast_json, gather_json
 from r3train.loop.stage_weight_sync import StageLeaderPublisher, PerStagePublisher
 from r3train.engine.adapters import AdapterPublisher, Adapters, adapter_name
 from r3train.engine.addresses import address_for, address_of_interface, host_of, interface_of
@@ -54,6 +55,7 @@ from r3train.engine.publish import WeightPublisher
 from r3train.engine.publish_disk import DiskPublisher, require_equal_on_servers
 from r3train.engine.publish_memory import SharedMemoryPublisher
 from r3train.hf_checkpoint import NamedTensors
+from r3train.host_group import one_node
 from r3train.ids import CANARIES, NO_GROUP
 from r3train.types import CanaryScores, Prompt
 
@@ -248,24 +250,18 @@ class Engines(RolloutFleet):
                 on_disk = trainer.update_weight_transfer_mode == "disk"
                 kind = DiskPublisher if on_disk else SharedMemoryPublisher
                 fresh = self.job.config.rollout.fresh_prefixes
-                self._publisher = self._by_files(kind, "weights", flush_cache=fresh)
+                how = {"gather": gather_json} if _senders(self.job.config) else {}
+                directory = self._run_dir / "weights"
+                self._publisher = _by_files(
+                    kind, self.job, self._control, directory, flush_cache=fresh, **how
+                )
             else:
                 self._publisher = PerStagePublisher(
                     self._control,
-                    self.job.config.weight_leaders(dist.get_world_size()),
+                    _senders(self.job.config),
                     **_broadcast(self.job, self.hosts, trainer.update_weight_master_address),
                 )
         return self._publisher
-
-    def _by_files(self, kind: type[T], name: str, *, flush_cache: bool) -> T:
-        """Make a publisher that writes checkpoints to a directory of the run."""
-        return kind(
-            self._control,
-            directory=self._run_dir / name,
-            hf_checkpoint=self.job.config.model.hf_checkpoint,
-            bucket_bytes=self.job.config.trainer.update_weight_buffer_size,
-            flush_cache=flush_cache,
-        )
 
     @property
     def hosts(self) -> list[str]:
@@ -278,7 +274,8 @@ class Engines(RolloutFleet):
         Raises AssertionError: see ``require_equal_on_servers``.
         """
         # the publish must have dropped the caches
-        reference = self._by_files(DiskPublisher, "weight_check", flush_cache=False)
+        directory = self._run_dir / "weight_check"
+        reference = _by_files(DiskPublisher, self.job, self._control, directory, flush_cache=False)
         require_equal_on_servers(self._control, reference, weights, version=version)
         return reference.newest
 
@@ -584,16 +581,40 @@ class Engines(RolloutFleet):
         self.job.close()
 
 
-def build_stage(job: Job, engines: Engines | None) -> StageLeaderPublisher | None:
-    """Build the publisher of a later pipeline stage's leader, None on other ranks.
+def _by_files(
+    kind: type[T], job: Job, control: EngineControl | None, directory: Path, **settings: Any
+) -> T:
+    """Make a publisher that writes checkpoints to a directory of the run."""
+    return kind(
+        control,
+        directory=directory,
+        hf_checkpoint=job.config.model.hf_checkpoint,
+        bucket_bytes=job.config.trainer.update_weight_buffer_size,
+        **settings,
+    )
 
-    A collective where there are such leaders.  engines: on rank 0, its servers ready.
+
+def _senders(config: RunConfig) -> range:
+    """Return the ranks that send weights next to rank 0."""
+    return config.weight_senders(dist.get_world_size(), one_node=one_node(os.environ))
+
+
+def build_sender(job: Job, engines: Engines | None) -> WeightPublisher | None:
+    """Build what sends a rank's part of the weights next to rank 0, None on ranks that send none.
+
+    A collective where there are such ranks.  engines: on rank 0, its servers ready.
     """
-    leaders = job.config.weight_leaders(dist.get_world_size())
-    if not leaders:
+    senders = _senders(job.config)
+    if not senders:
         return None
+    if job.config.trainer.update_weight_transfer_mode == "shared_memory":
+        # rank 0's is made first: it removes the links of a killed job
+        directory = Path(broadcast_json(engines and str(engines.publisher.directory)))
+        if engines is not None:
+            return None
+        return _by_files(SharedMemoryPublisher, job, None, directory, gather=gather_json)
     hosts = broadcast_json(engines and engines.hosts)
-    if dist.get_rank() not in leaders:
+    if dist.get_rank() not in senders:
         return None
     named = job.config.trainer.update_weight_master_address
     if dist.get_rank() >= int(os.environ["LOCAL_WORLD_SIZE"]):  # not on rank 0's node

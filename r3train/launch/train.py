@@ -199,7 +199,7 @@ def train(
     """Build the parts and run the loop; ``parts`` closes all that was opened, in reverse order."""
     from r3train.host_group import host_barrier, rank_zero_alone
     from r3train.launch.build_actor import build_actor, build_run_state, export_hf
-    from r3train.launch.engines import build_stage
+    from r3train.launch.engines import build_sender
     from r3train.launch.job import eval_settings
     from r3train.launch.resume import resume_point
     from r3train.launch.build_routes import build_routes
@@ -250,9 +250,9 @@ def train(
             settings = eval_settings(job, resume.checkpoint if resume.model_only else None)
             evaluations = Evaluations(engines.eval_sets(), settings, metrics, display)
             rank_zero = RankZero(engines, display, metrics, evaluations)
-    stage = build_stage(job, engines)
-    if stage is not None:
-        parts.callback(stage.close)
+    sender = build_sender(job, engines)
+    if sender is not None:
+        parts.callback(sender.close)
     profiler = StepProfiler(config.run, run_dir, rank)
     parts.callback(profiler.close)
     if config.r3_check_enabled:
@@ -270,7 +270,7 @@ def train(
         routes=routes,
         plant=plant,
         profiler=profiler,
-        stage=stage,
+        sender=sender,
         resumed=None if resume.model_only else resume.checkpoint,
     ).run(resume.start_rollout_id)
     if config.checkpoint.save_hf is not None:

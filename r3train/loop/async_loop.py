@@ -34,6 +34,7 @@ import torch.distributed as dist
 
 from r3train.config import RunConfig
 from r3train.config.hf_facts import HfModelFacts
+from r3train.engine.publish import WeightPublisher
 from r3train.host_group import host_barrier, rank_zero_alone
 from r3train.loop.canaries import Canaries, NotServed
 from r3train.loop.device_turns import Colocated, Disaggregated
@@ -49,7 +50,6 @@ from r3train.loop.recovery import Recovery
 from r3train.loop.rollout_source import RolloutSource
 from r3train.loop.route_transport import planted_in_routes, Routes
 from r3train.loop.run_state import RunState
-from r3train.loop.stage_weight_sync import StageLeaderPublisher
 from r3train.loop.step_proof import replay_metrics, StepProof
 from r3train.loop.throughput import TrainSpeed
 from r3train.loop.train_rollout import train_rollout, Trained
@@ -69,7 +69,7 @@ class AsyncLoop:
 
     rank_zero: None on other ranks; evidence: None with the R3 check off; routes: brings
     routes to the slices; plant: spoils a rollout's samples on purpose (--plant-bug, --plant-fault);
-    profiler: of the steps that the settings name; stage: sends a later pipeline stage's weights, on its leader;
+    profiler: of the steps that the settings name; sender: of this rank's own part of the weights;
     resumed: the checkpoint that the run goes on from.
     """
 
@@ -83,7 +83,7 @@ class AsyncLoop:
     routes: Routes
     plant: InitVar[Plant | None] = None
     profiler: StepProfiler | None = None
-    stage: StageLeaderPublisher | None = None
+    sender: WeightPublisher | None = None
     resumed: Path | None = None
 
     def __post_init__(self, plant: Plant | None) -> None:
@@ -118,8 +118,7 @@ class AsyncLoop:
             turns=self._turns,
             recovery=self._recovery,
             run_state=run_state,
-            stage=self.stage,
-            topologies=self._topologies,
+            sender=self.sender,
             canaries=self._canaries,
             held=held,
         )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from r3train.config import RunConfig
 from r3train.config.hf_facts import HfModelFacts
+from r3train.engine.publish import WeightPublisher
 from r3train.hf_checkpoint import WeightIndex
 from r3train.host_group import rank_zero_alone
 from r3train.loop.canaries import Canaries
@@ -21,8 +22,6 @@ from r3train.loop.held_weights import HeldWeights
 from r3train.loop.recovery import FAILED, Recovery
 from r3train.loop.rollout_source import RolloutSource
 from r3train.loop.run_state import RunState
-from r3train.loop.stage_weight_sync import StageLeaderPublisher
-from r3train.types import RankTopology
 
 if TYPE_CHECKING:
     from r3train.trainer.megatron.actor import MegatronActor
@@ -32,8 +31,8 @@ if TYPE_CHECKING:
 class WeightUpdate:
     """Publishes weight versions; all ranks call its methods together.
 
-    rank_zero: None on other ranks; stage: sends a later pipeline stage's weights, on its leader;
-    topologies: of all ranks; canaries, held: None where they are off.
+    rank_zero: None on other ranks; sender: of this rank's own part of the weights, where it sends one next to
+    rank 0; canaries, held: None where they are off.
     """
 
     config: RunConfig
@@ -43,8 +42,7 @@ class WeightUpdate:
     turns: Disaggregated
     recovery: Recovery
     run_state: RunState
-    stage: StageLeaderPublisher | None
-    topologies: list[RankTopology]
+    sender: WeightPublisher | None
     canaries: Canaries | None = None
     held: HeldWeights | None = None
 
@@ -53,7 +51,9 @@ class WeightUpdate:
         self._began = False
         self._export: Path | None = None  # on rank 0: written of the newest update, to compare with
         self._servers_hold_base = False  # with LoRA: all tensors without an adapter were sent
-        self._stages_send = bool(self.config.weight_leaders(len(self.topologies)))
+        in_parts = any(gather_json(self.sender is not None))
+        in_memory = self.config.trainer.update_weight_transfer_mode == "shared_memory"
+        self._gather_to = "rank_0" if not in_parts else "owners" if in_memory else "leaders"
         self._weight_index = None
         if self.rank_zero is not None and self.config.has_engines:
             config = self.config
@@ -100,8 +100,8 @@ class WeightUpdate:
                     what = "the servers failed"
                     self.run_state.save_failed(weight_version, str(failure), what)
                 raise failure
-            if self.stage is not None:
-                self.stage.reconnect()
+            if self.sender is not None:
+                self.sender.reconnect()
             self._servers_hold_base = False  # a new one has the checkpoint's
             if self.canaries is not None:
                 self.canaries.restarted()
@@ -121,7 +121,7 @@ class WeightUpdate:
         return metrics, failure
 
     def _send(self, weight_version: int, quiet: AbstractContextManager[None]) -> Sent:
-        """Publish while nothing is generated: rank 0 sends; other ranks join gathers or send their stage's weights.
+        """Publish while nothing is generated: rank 0 sends; other ranks join gathers or send their own weights.
 
         Returns metrics, or on rank 0 a failure of the servers.  Nothing is sent if
         the source has failed meanwhile.  Raises ValueError where the tensors that went out are not those
@@ -132,7 +132,7 @@ class WeightUpdate:
         if adapters:
             weights = self.actor.adapter_weights()
         else:
-            weights = self.actor.hf_weights(targets_alone=targets_only, per_stage=self._stages_send)
+            weights = self.actor.hf_weights(targets_alone=targets_only, gather_to=self._gather_to)
         if self.held is not None:
             weights = self.held.over(weights)
         again = []
@@ -148,8 +148,8 @@ class WeightUpdate:
                 except Exception as error:  # noqa: BLE001 - the other ranks go on first
                     failure = error
         if self.rank_zero is None:
-            if self.stage is not None:
-                self.stage.send(weights, version=weight_version)
+            if self.sender is not None:
+                self.sender.send(weights, version=weight_version)
             for _ in chain(weights, *again):
                 raise AssertionError("only rank 0 holds whole tensors")
             if self.held is not None:
@@ -160,9 +160,11 @@ class WeightUpdate:
 
         def drain() -> None:
             """Let the other ranks go on, which are sending."""
+            for _ in weights:  # first: others that send may wait for these
+                pass
             if published is None:
                 fleet.publisher.abandon()
-            for _ in chain(weights, *again):
+            for _ in chain(*again):
                 pass
             if self.held is not None and held_metrics is None:
                 self.held.judge(weight_version, sent=False)

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from r3train.config import RunConfig
 from r3train.engine.addresses import ANY, LOOPBACK, address_of_interface, is_loopback, local_address
 from r3train.engine.sglang_http import SGLangHTTP
-from r3train.host_group import host_group
+from r3train.host_group import host_group, one_node
 from r3train.loop.prepare import Prepared, data_rank_of_samples
 from r3train.loop.recorded import Recorded, decoded_rows
 from r3train.loop.route_transport import Routes
@@ -280,11 +280,6 @@ def bound_and_known(
         return local, local
     named = address_of_interface(named) or named
     return named, local if named in ANY else named
-
-
-def one_node(environ: Mapping[str, str]) -> bool:
-    """True if torchrun runs all ranks on this node."""
-    return environ.get("LOCAL_WORLD_SIZE") == environ.get("WORLD_SIZE")
 
 
 def check_servers_host(host: object, *, local_servers: bool, environ: Mapping[str, str]) -> None:

@@ -292,7 +292,40 @@ WAYS = {
     # as in the recipes
     "by shared memory to two servers": "--update-weight-transfer-mode shared_memory --rollout-num-engines 2",
     "by disk to two servers": "--update-weight-transfer-mode disk --rollout-num-engines 2",
+    "by shared memory with merged adapters": "--update-weight-transfer-mode shared_memory --lora-rank 4"
+    " --lora-alpha 8 --check-weight-update-equal",
 }
+IN_MEMORY = [
+    *COLOCATED,
+    *"--update-weight-transfer-mode shared_memory --check-weight-update-equal".split(),
+]
+
+
+def test_every_rank_writes_its_experts_into_shared_memory_and_servers_hold_them_bit_for_bit(
+    tmp_path, tiny_flags
+):
+    job = jobs.run(tmp_path / "run", *tiny_flags, *IN_MEMORY, "--num-rollout", "2")
+    assert job.code == 0, job.output
+    proved(job.run_dir, range(2))
+    assert [m["served/passed"] for m in job.metrics()] == 2 * [True]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "bug, text",
+    [
+        ("experts_of_rank_0", r"two ranks have written \S+\.experts\.0\.\S+"),
+        ("no_expert_of_other_ranks", r"\.experts\.\d+\.\S+, .* was not sent"),
+        ("experts_exchanged", r"tensors of engine 0 are not the actor's: rank 0 \S+\.experts\."),
+    ],
+)
+def test_a_rank_that_writes_other_experts_or_none_is_caught_by_name(
+    bug, text, tmp_path, tiny_flags
+):
+    program = ("-m", "tests.e2e.train_with_bug", bug)
+    job = jobs.run(tmp_path / "run", *tiny_flags, *IN_MEMORY, "--num-rollout", "2", program=program)
+    assert job.code != 0, job.output
+    assert re.search(text, " ".join(job.output.split())), job.output
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ a whole job or on a real server instead (``caught_by``).
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -28,7 +29,7 @@ from megatron.core.transformer.moe import router as megatron_router
 from r3train import hf_checkpoint, types
 from r3train.algo import policy_loss
 from r3train.config import RunConfig
-from r3train.engine import adapters, client, publish
+from r3train.engine import adapters, client, publish, publish_memory
 from r3train.generation import conversation, group_scorer, stitch
 from r3train.layout import microbatch
 from r3train.loop import distribute, kl_reward, prepare, weight_update
@@ -833,6 +834,47 @@ def adapter_of_last_version(original, self, version):
     """The adapter of the version before is loaded under the new version's name."""
     before = self._directory / adapters.adapter_name(max(version - 1, 0))
     self._engine.load_adapter(adapters.adapter_name(version), str(before))
+
+
+# -- shared memory: each rank writes its own experts -----------------------------------------------
+
+_EXPERT = re.compile(r"(?<=\.experts\.)\d+")
+
+
+def _in_memory(change: Callable) -> Patch:
+    """Register a change of what ranks other than 0 write, one list of (name, tensor)."""
+
+    @replaces(publish_memory, "buckets", caught_by="tests/e2e/test_colocated.py")
+    @wraps(change)
+    def changed(original, named_tensors, *size, **how):
+        if torch.distributed.get_rank():
+            named_tensors = change([(n, t.clone()) for n, t in named_tensors])
+        return original(named_tensors, *size, **how)
+
+    return changed
+
+
+@_in_memory
+def experts_of_rank_0(tensors):
+    """Other ranks write their experts under the numbers of rank 0's."""
+    first = min(int(found[0]) for name, _ in tensors if (found := _EXPERT.search(name)))
+    return [(_EXPERT.sub(lambda m: str(int(m[0]) - first), name), t) for name, t in tensors]
+
+
+@_in_memory
+def no_expert_of_other_ranks(tensors):
+    """Other ranks write nothing."""
+    return []
+
+
+@_in_memory
+def experts_exchanged(tensors):
+    """Other ranks write their experts in the places of one another."""
+    kinds = {(_EXPERT.sub("", name), t.shape) for name, t in tensors}
+    for kind in kinds:
+        alike = [t for name, t in tensors if (_EXPERT.sub("", name), t.shape) == kind]
+        alike[0].data, alike[-1].data = alike[-1].data, alike[0].data
+    return tensors
 
 
 @replaces(lora.Lora, "_joined", caught_by=LORA)

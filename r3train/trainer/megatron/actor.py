@@ -24,7 +24,7 @@ from r3train.config import RunConfig
 from r3train.config.hf_facts import HfModelFacts
 from r3train.trainer.megatron import hf_weights, lora
 from r3train.trainer.megatron.auxiliary_losses import AuxiliaryLosses
-from r3train.trainer.megatron.export import export_hf_weights
+from r3train.trainer.megatron.export import export_hf_weights, GatherTo
 from r3train.trainer.megatron.forward_step import (
     DeviceSlice,
     make_log_prob_step,
@@ -347,21 +347,18 @@ class MegatronActor:
     # -- weights -----------------------------------------------------------------------------
 
     def hf_weights(
-        self, *, targets_alone: bool = False, per_stage: bool = False
+        self, *, targets_alone: bool = False, gather_to: GatherTo = "rank_0"
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield whole tensors under Hugging Face names on rank 0; every rank must drain it.
 
         With LoRA the adapters are merged; targets_alone leaves out the tensors that have none.
-        per_stage, without LoRA: yield those of each pipeline stage on its leader instead.
+        gather_to: as for ``export_hf_weights``.
         """
         self.gather_parameters()
-        weights, chunks = self.model.weights, self.model.chunks
-        if not self.lora.enabled:
-            return export_hf_weights(weights, chunks, per_stage=per_stage)
+        chunks = self.model.chunks
         merged, is_adapted = lora.merged_weights(chunks)
-        if targets_alone:
-            return export_hf_weights(weights, chunks, merged, is_adapted)
-        return export_hf_weights(weights, chunks, merged)
+        is_wanted = is_adapted if targets_alone else lambda p: True
+        return export_hf_weights(self.model.weights, chunks, merged, is_wanted, gather_to=gather_to)
 
     def adapter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the adapters' whole factors by name on rank 0; every rank must drain it."""

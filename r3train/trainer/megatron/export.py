@@ -3,13 +3,15 @@
 Each pipeline stage gathers per parameter over its tensor (or expert and expert-tensor) ranks to the
 stage's first rank, its *leader*, which gives it the names and layouts of the disk.  Leaders broadcast
 what they have to the servers, or those of later stages stream it to rank 0.  Ranks that hold copies
-(other data- or context-parallel ranks) take no part.  Only leaders ever hold a whole tensor.
+(other data- or context-parallel ranks) take no part.  Only leaders ever hold a whole tensor, and where
+ranks write their own experts, the first of an expert's tensor ranks that of an expert.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -20,6 +22,8 @@ from r3train.trainer.megatron.hf_weights import chunk_weights, tensor_group
 from r3train.trainer.megatron.weight_layout import Layout
 
 _HEADER_BYTES = 512
+# ranks that yield whole tensors: rank 0; each stage's leader; leaders, and of experts the ranks that hold them
+GatherTo = Literal["rank_0", "leaders", "owners"]
 
 
 @torch.no_grad()
@@ -29,18 +33,19 @@ def export_hf_weights(
     value_of: Callable[[torch.Tensor], torch.Tensor] = lambda p: p,
     is_wanted: Callable[[torch.Tensor], bool] = lambda p: True,
     *,
-    per_stage: bool = False,
+    gather_to: GatherTo = "rank_0",
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (per-expert HF name, whole tensor) on rank 0, nothing elsewhere.
 
-    per_stage: yield those of each pipeline stage on its leader instead.
+    gather_to: "leaders" yields those of each pipeline stage on its leader instead; "owners" does too, but an
+    expert's on the first rank that holds it, unless they are one tensor with other experts'.
     value_of: returns the tensor to export for a parameter: the parameter itself, or its gradient.
     is_wanted: False for a parameter that is left out, the same on every rank that holds a part of it.
     A collective: every rank must drain the iterator.  One tensor at a time is whole, or the experts
     of one layer.
     """
-    named = _stage_tensors(weights, chunks, value_of, is_wanted)
-    yield from named if per_stage else to_rank_0(named)
+    named = _stage_tensors(weights, chunks, value_of, is_wanted, gather_to == "owners")
+    yield from to_rank_0(named) if gather_to == "rank_0" else named
 
 
 def _stage_tensors(
@@ -48,10 +53,13 @@ def _stage_tensors(
     chunks: Sequence[torch.nn.Module],
     value_of: Callable[[torch.Tensor], torch.Tensor],
     is_wanted: Callable[[torch.Tensor], bool],
+    own_experts: bool,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield this stage's tensors as they are on disk, on its leader."""
+    """Yield this stage's tensors as they are on disk, on its leader, or on owners."""
     fused = _ExpertTensors(weights.sizes["experts"])
-    for layout, names, expert, whole in _whole_parameters(weights, chunks, value_of, is_wanted):
+    for layout, names, expert, whole in _whole_parameters(
+        weights, chunks, value_of, is_wanted, own_experts
+    ):
         tensors = zip(names, layout.to_disk(whole), strict=True)
         if not layout.all_experts:
             yield from tensors
@@ -95,8 +103,9 @@ def _whole_parameters(
     chunks: Sequence[torch.nn.Module],
     value_of: Callable[[torch.Tensor], torch.Tensor],
     is_wanted: Callable[[torch.Tensor], bool],
+    own_experts: bool,
 ) -> Iterator[tuple[Layout, list[str], int | None, torch.Tensor]]:
-    """Yield this stage's parameters, whole, on its leader only: layout, names on disk, expert, tensor."""
+    """Yield this stage's parameters, whole, on its leader or owners: layout, names on disk, expert, tensor."""
     sends = ps.get_data_parallel_rank(with_context_parallel=True) == 0
     expert_sends = ps.get_expert_data_parallel_rank() == 0
     first_shard, leads = ps.get_expert_tensor_parallel_rank() == 0, is_leader()
@@ -119,12 +128,12 @@ def _whole_parameters(
                 continue
             if not first_shard:
                 continue
-            # a local expert of every expert-parallel rank
-            experts = gather(layout.join(shards).contiguous(), expert_group)
-            if leads:
-                for ep_rank, expert in enumerate(experts):
-                    number = hf.expert + ep_rank * experts_per_rank
-                    yield layout, hf.names_of_expert(number), number, expert
+            # a local expert of every expert-parallel rank, or of this one
+            group = None if own_experts and not layout.all_experts else expert_group
+            experts = gather(layout.join(shards).contiguous(), group)
+            for ep_rank, expert in enumerate(experts or ()):
+                number = hf.expert + ep_rank * experts_per_rank
+                yield layout, hf.names_of_expert(number), number, expert
 
 
 class _ExpertTensors:

@@ -32,7 +32,7 @@ def toml(tmp_path, text: str):
 
 
 @pytest.mark.parametrize(
-    "fields, leaders",
+    "fields, senders",
     [
         ({}, []),
         (dict(pipeline_model_parallel_size=2), [4]),
@@ -40,10 +40,18 @@ def toml(tmp_path, text: str):
         (dict(pipeline_model_parallel_size=4, lora_rank=8), []),
         (dict(pipeline_model_parallel_size=4, update_weight_transfer_mode="disk"), []),
         (dict(pipeline_model_parallel_size=4, replay_rollouts="rollouts"), []),
+        (dict(update_weight_transfer_mode="shared_memory"), [1, 2, 3, 4, 5, 6, 7]),
+        (dict(update_weight_transfer_mode="shared_memory", lora_rank=8), [1, 2, 3, 4, 5, 6, 7]),
+        (dict(update_weight_transfer_mode="shared_memory", replay_rollouts="rollouts"), []),
     ],
 )
-def test_the_first_rank_of_each_later_stage_broadcasts_weights(fields, leaders):
-    assert list(config(**fields).weight_leaders(8)) == leaders
+def test_the_first_rank_of_each_later_stage_sends_weights_and_by_memory_every_rank(fields, senders):
+    assert list(config(**fields).weight_senders(8, one_node=True)) == senders
+
+
+def test_ranks_on_other_nodes_than_the_servers_send_no_weights_by_memory():
+    made = config(update_weight_transfer_mode="shared_memory")
+    assert not made.weight_senders(8, one_node=False)
 
 
 def test_field_names_are_unique_over_all_sections():

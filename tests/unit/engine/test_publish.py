@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import ctypes
 import gc
 import json
 import os
@@ -298,6 +299,66 @@ def test_of_a_killed_job_no_memory_stays_and_its_directory_can_be_used_again(tmp
     publisher = in_memory(Engine(), tmp_path, checkpoint)
     publisher.publish(tensors(4), version=1)
     assert read_memory(tmp_path / "m").keys() == {"w0"}
+    publisher.close()
+
+
+class Cuda:
+    """The calls of CUDA's runtime that register memory; ``refuses`` is the error of the first."""
+
+    def __init__(self, refuses=0):
+        self.refuses, self.calls = refuses, []
+
+    def cudaHostRegister(self, address, size, flags):
+        self.calls.append(("register", address, size))
+        return self.refuses
+
+    def cudaHostUnregister(self, address):
+        self.calls.append(("unregister", address))
+        return 0
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    stub = Cuda()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: stub)
+    return stub
+
+
+def test_the_whole_memory_of_every_file_is_registered_with_cuda_until_it_is_dropped(
+    cuda, tmp_path, checkpoint
+):
+    publisher = in_memory(Engine(), tmp_path, checkpoint)
+    for version in (1, 2):  # which stays registered
+        publisher.publish(tensors(4, 9), version=version)
+        found = {ctypes.string_at(address, size) for _, address, size in cuda.calls}
+        assert found == {file.read_bytes() for file in (tmp_path / "m").glob("*.safetensors")}
+        assert len(cuda.calls) == 2
+    first, second = (("unregister", address) for _, address, _ in cuda.calls)
+    publisher.publish(tensors(3), version=3)  # another kind, and no second file
+    assert cuda.calls[2] == first and cuda.calls[3][0] == "register" and cuda.calls[4:] == [second]
+    publisher.close()
+    assert cuda.calls[5:] == [("unregister", cuda.calls[3][1])]
+
+
+def test_memory_that_cuda_does_not_register_is_written_all_the_same_and_said_once(
+    cuda, tmp_path, checkpoint, caplog
+):
+    cuda.refuses = 2
+    publisher, named = in_memory(Engine(), tmp_path, checkpoint), tensors(4, 9)
+    for version in (1, 2):
+        publisher.publish(named, version=version)
+        got = read_memory(tmp_path / "m")
+        assert all(torch.equal(got[name], tensor) for name, tensor in named)
+    publisher.close()
+    assert [call[0] for call in cuda.calls] == ["register"]
+    assert len([r for r in caplog.records if r.levelname == "WARNING"]) == 1
+
+
+def test_without_cuda_no_memory_is_registered(tmp_path, checkpoint, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "cudart", None)
+    publisher = in_memory(Engine(), tmp_path, checkpoint)
+    publisher.publish(tensors(4), version=1)
     publisher.close()
 
 

@@ -235,7 +235,9 @@ def test_a_leader_of_another_node_takes_an_address_of_its_own(monkeypatch, rank,
     )
     monkeypatch.setattr(engines, "StageLeaderPublisher", lambda bucket_bytes, at: at)
     config = SimpleNamespace(
-        weight_leaders=lambda world_size: range(4, world_size, 4),
-        trainer=SimpleNamespace(update_weight_master_address=asked),
+        weight_senders=lambda world_size, one_node: range(4, world_size, 4),
+        trainer=SimpleNamespace(
+            update_weight_master_address=asked, update_weight_transfer_mode="distributed"
+        ),
     )
-    assert engines.build_stage(SimpleNamespace(config=config), None) == expected
+    assert engines.build_sender(SimpleNamespace(config=config), None) == expected

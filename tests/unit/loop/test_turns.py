@@ -122,19 +122,18 @@ def test_servers_that_refuse_their_turn_for_good_end_the_run_after_a_checkpoint(
     fleet, held, saved = Refuses(), [], []
     memory = SimpleNamespace(hold=lambda *parts: held.append(parts), is_whole=False)
     actor, recovery = SimpleNamespace(memory=memory), Recovery(fleet, enabled=True)
-    update = WeightUpdate(
-        config=settings,
-        hf=read_hf_facts(tiny / "model"),
-        actor=actor,
-        rank_zero=RankZero(fleet, RunDisplay(4, enabled=False), None, None),
-        turns=Colocated(settings, actor, fleet, recovery),
-        recovery=recovery,
-        run_state=SimpleNamespace(save_failed=lambda *of: saved.append((of[0], held[-1]))),
-        stage=None,
-        topologies=[RankTopology()],
-    )
     join_ranks("gloo", HashStore(), 0, 1, timeout=timedelta(seconds=60))
     try:
+        update = WeightUpdate(
+            config=settings,
+            hf=read_hf_facts(tiny / "model"),
+            actor=actor,
+            rank_zero=RankZero(fleet, RunDisplay(4, enabled=False), None, None),
+            turns=Colocated(settings, actor, fleet, recovery),
+            recovery=recovery,
+            run_state=SimpleNamespace(save_failed=lambda *of: saved.append((of[0], held[-1]))),
+            sender=None,
+        )
         with pytest.raises(EngineBusy, match="503"):
             update.publish(0)
         assert not saved, "nothing is new before the first rollout"

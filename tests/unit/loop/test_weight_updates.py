@@ -58,7 +58,7 @@ def test_new_servers_of_a_lora_run_are_sent_all_tensors_and_later_the_targets_al
     monkeypatch.setattr(weight_update, "WeightIndex", lambda *of: unchecked)
     alone, servers = [], Servers(lost_at=3)
 
-    def hf_weights(*, targets_alone=False, per_stage=False):
+    def hf_weights(*, targets_alone=False, gather_to="rank_0"):
         alone.append(targets_alone)
         return iter(())
 
@@ -70,8 +70,7 @@ def test_new_servers_of_a_lora_run_are_sent_all_tensors_and_later_the_targets_al
         turns=Disaggregated(),
         recovery=Recovery(servers, enabled=True),
         run_state=None,
-        stage=None,
-        topologies=[RankTopology()],
+        sender=None,
     )
     for version in (1, 2, 3, 4):
         update.publish(version)
