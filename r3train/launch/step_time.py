@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from r3train.config import RunConfig
-from r3train.families import tensor_shapes
+from r3train.families import has_fused_experts, tensor_shapes
 from r3train.launch.estimate import amount, GIGA, Held, Model, OFFLOADED_BYTES, ServerEstimate
 from r3train.launch.estimate import value_bytes
 from r3train.loop.throughput import active_parameters, attention_width, forward_passes
@@ -21,7 +21,8 @@ _CARDS = {
 _FLOPS_SHARE, _MEMORY_SHARE, _REDUCE_S = 0.15, 0.8, 20e-6
 # per second: bytes of routes out of a server, bytes to or from the host, parameters of an AdamW there, bytes of weights
 _ROUTES, _HOST, _ADAM = 0.38e9, 20e9, 1.5e9
-_SENT = {"distributed": 40e9, "shared_memory": 3.2e9, "disk": 1e9}
+_SENT = {"distributed": 40e9, "disk": 1e9}
+_PAGEABLE = 6e9  # bytes per second into a GPU out of memory that its process has not pinned
 _POINTS = 256  # at which a rollout's decoding is summed
 
 
@@ -59,6 +60,10 @@ def step_time(
     adam = held.offloaded / OFFLOADED_BYTES * config.steps_per_rollout
     away = (held.weights + held.optimizer) * rollout.colocate
     weights, mode = model.total.total * value_bytes(config), trainer.update_weight_transfer_mode
+    if mode == "shared_memory":
+        publish = _by_memory(config, model, weights, server.gpus)
+    else:
+        publish = weights / _SENT[mode]
     size = f"{servers} x {server.gpus} GPUs, {at_once:,.0f} answers at once on each"
     rate = f"{flops / 1e12:.0f} TFLOP/s a GPU"
     parts = [
@@ -67,13 +72,26 @@ def step_time(
         ("training", passes * forward / ranks / flops, f"{passes} passes at {rate}, backward 2"),
         ("Adam on the host", adam / _ADAM, f"{adam / GIGA:.1f} billion parameters a rank"),
         ("turns", 2 * away / _HOST, f"{amount(away)} a rank to the host and back"),
-        ("publish", weights / _SENT[mode], f"{amount(weights)} by {mode}"),
+        ("publish", publish, f"{amount(weights)} by {mode}"),
     ]
     generation, out, *training, publish = (seconds for _, seconds, _ in parts)
     sides = generation + out, sum(training)
     seconds = publish + (max if rollout.max_weight_staleness else sum)(sides)
     gpus = ranks + servers * server.gpus * (not rollout.colocate)
     return StepTime(card, parts, seconds, samples * longest / 2 / seconds / gpus)
+
+
+def _by_memory(config: RunConfig, model: Model, weights: float, server_gpus: int) -> float:
+    """Return the seconds until servers have weights of so many bytes from shared memory.
+
+    Every expert-parallel rank writes its experts, a pipeline stage's first rank the rest; then each GPU of a server
+    reads its share.
+    """
+    parallel, hf = config.parallel, model.hf
+    experts = weights * model.total.expert / model.total.total
+    ranks = 1 if has_fused_experts(hf.path) else parallel.expert_model_parallel_size
+    written = (weights - experts + experts / ranks) / parallel.pipeline_model_parallel_size
+    return written / _HOST + weights / server_gpus / _PAGEABLE
 
 
 def _generation(
