@@ -60,6 +60,12 @@ RULES = (
         "tests/unit/benchmarks/test_gpu_smoke.py::test_a_step_is_a_command_that_is_there",
     ),
     Rule(
+        r"make lent ",
+        Kind.ELSEWHERE,
+        "fetches wheels for another machine",
+        "tests/rehearsal/test_lent_machine.py::test_every_call_names_a_part_and_the_half_hour_holds_them",
+    ),
+    Rule(
         r"git clone .*sgl-project/sglang|python sglang/benchmark/|.*tuned/configs|export SGLANG_MOE_CONFIG_DIR=",
         Kind.ELSEWHERE,
         "tune kernels on a GPU",
