@@ -135,10 +135,11 @@ def diagnose(
 def _of_config(config: RunConfig, node: Node, card: str | None) -> Findings:
     from r3train.config.hf_facts import read_hf_facts
     from r3train.doctor import kernels, memory, model_checks
+    from r3train.families.published import config_directory
 
     yield from model_checks.check_job(config, node.world_size)
     with suppress(ValueError):  # check_job has said so
-        hf = read_hf_facts(config.model.hf_checkpoint)
+        hf = read_hf_facts(config_directory(config.model.hf_checkpoint)[0])
         yield from kernels.check_attention(config, hf, node.num_gpus)
         yield from kernels.check_tuned_experts(config, hf, card, os.environ)
     yield from memory.check_room(config, node)

@@ -88,3 +88,10 @@ def test_the_doctor_asks_for_a_card_that_it_is_told(tiny):
         found = json.loads(CliRunner().invoke(main, words).output)
         tuned = [Finding(**each) for each in found if each["subject"] == "tuned experts"]
         assert [each.level for each in tuned] == [level] * bool(card), tuned
+
+
+def test_of_a_model_that_is_not_here_the_published_configuration_counts():
+    words = ["doctor", "--json", "--config", "gpt_oss_20b_one_node", "--gpu", "H100"]
+    found = json.loads(CliRunner().invoke(main, words).output)
+    (tuned,) = [each for each in found if each["subject"] == "tuned experts"]
+    assert tuned["level"] == WARNING and "E=32,N=2880" in tuned["text"]
