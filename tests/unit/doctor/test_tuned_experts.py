@@ -34,19 +34,19 @@ def said(config: RunConfig, hf: HfModelFacts, card: str | None = H100, **environ
 
 
 def test_a_tuned_file_is_named_with_the_versions_that_have_it(tmp_path):
-    (found,) = said(*recipe(tmp_path, "qwen3_30b_a3b_one_node"))
+    (found,) = said(*recipe(tmp_path, "qwen3_30b_a3b_one_node", tp_size=4))
     assert found.level == OK and found.text.startswith("E=128,N=192,device_name=NVIDIA_H100_80GB")
     assert "triton_3_2_0" in found.text
 
 
 def test_none_is_a_warning_that_names_the_file_the_variable_and_the_page(tmp_path):
-    (found,) = said(*recipe(tmp_path, "gpt_oss_20b_one_node"))
+    (found,) = said(*recipe(tmp_path, "gpt_oss_20b_one_node", tp_size=1))
     assert found.level == WARNING and "E=32,N=2880,device_name=NVIDIA_H100_80GB" in found.text
     assert "SGLANG_MOE_CONFIG_DIR" in found.remedy and "r3train docs gpus" in found.remedy
 
 
 def test_a_folder_of_the_users_own_counts_in_place_of_sglangs(tmp_path):
-    config, hf = recipe(tmp_path, "gpt_oss_20b_one_node")
+    config, hf = recipe(tmp_path, "gpt_oss_20b_one_node", tp_size=1)
     name = "E=32,N=2880,device_name=NVIDIA_H100_80GB_HBM3.json"
     folder = tmp_path / "tuned/configs/triton_3_8_0"
     folder.mkdir(parents=True)
@@ -92,6 +92,7 @@ def test_the_doctor_asks_for_a_card_that_it_is_told(tiny):
 
 def test_of_a_model_that_is_not_here_the_published_configuration_counts():
     words = ["doctor", "--json", "--config", "gpt_oss_20b_one_node", "--gpu", "H100"]
+    words += ["--sglang-tp-size", "1"]
     found = json.loads(CliRunner().invoke(main, words).output)
     (tuned,) = [each for each in found if each["subject"] == "tuned experts"]
     assert tuned["level"] == WARNING and "E=32,N=2880" in tuned["text"]
