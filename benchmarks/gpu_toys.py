@@ -1,4 +1,4 @@
-"""What the jobs of the first day on GPUs take besides their model: prompts of 200 tokens, and toys of other attention.
+"""Prompts of 200 tokens and toys of other attention, for the jobs of the first day on GPUs.
 
     python -m benchmarks.gpu_toys DIRECTORY [--size gpu]
 

@@ -1,4 +1,4 @@
-"""What a machine with one Hopper GPU, no network and no Transformer Engine says of r3train: a part each, a JSON line each.
+"""Parts of r3train on a machine with one Hopper GPU, no network and no Transformer Engine; a JSON line each.
 
     python -m tests.gpu.lent_h100 facts | rates | ipc | fla
     python -m tests.gpu.lent_h100 permute DIRECTORY      # of Transformer Engine's Python package; without: the installed one
@@ -159,7 +159,7 @@ def _seconds(call: Callable[[], Any]) -> float:
 
 
 def compare(host: str, device: str) -> Facts:
-    """Whether two reports of ``actor`` agree: evidence to the bit, log-probs within ``LOG_PROB_GAP``."""
+    """Compare two reports of ``actor``: evidence to the bit, log-probs within ``LOG_PROB_GAP``."""
     import torch
 
     a, b = (torch.load(report, weights_only=False) for report in (host, device))

@@ -1,4 +1,4 @@
-"""What ``make lent`` prepares, as far as a CPU runs it: the actor's report twice, and when two of them say stop."""
+"""Parts that ``make lent`` prepares, as far as a CPU runs them: the actor's report twice, and when two of them say stop."""
 
 from __future__ import annotations
 
