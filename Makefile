@@ -55,7 +55,7 @@ BENCH_STAMP := .venv-trl/.bench-$(BENCH_KEY)
 SITE_STAMP := .venv-site/.site-$(shell cksum < requirements/docs.txt | tr ' ' '-')-$(notdir $(PYTHON))
 PYTHON_VERSION := import sys; print(*sys.version_info[:2], sep=".")
 
-.PHONY: help venv dev demo test test-all test-slow test-long lint format docs site verify bench bench-venv gpu-smoke lock clean
+.PHONY: help venv dev demo test test-all test-slow test-long lint format docs site verify bench bench-venv gpu-smoke lent lock clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -161,6 +161,9 @@ bench: venv bench-venv  ## Measure step, publish, start and rates into benchmark
 # of the environment in which it is called: the image's, or one that the pins for GPUs are in
 gpu-smoke:  ## Run the first day on GPUs, step by step (docs/run/gpus.md; ARGS=--write-docs writes docs/run/gpu_results.md)
 	python -m benchmarks.gpu_smoke $(ARGS)
+
+lent: venv  ## Fetch wheels for a machine with one GPU and no network into downloads/lent, and print what to run there
+	@$(BIN)/python -m tests.gpu.lent_wheels downloads/lent
 
 lock:  ## Write requirements/gpu.txt anew from pyproject.toml, with uv
 	uv pip compile pyproject.toml --extra gpu --python-version 3.12 --python-platform x86_64-manylinux_2_34 \

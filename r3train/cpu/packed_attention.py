@@ -40,16 +40,16 @@ class _Places:
 
 
 def _places(cu_seqlens: torch.Tensor, cp_size: int, cp_rank: int) -> _Places:
-    lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).long()
-    sequence = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-    position = torch.arange(int(lengths.sum())) - cu_seqlens[:-1].long()[sequence]
+    lengths, device = cu_seqlens.diff().long(), cu_seqlens.device
+    sequence = torch.repeat_interleave(torch.arange(len(lengths), device=device), lengths)
+    position = torch.arange(len(sequence), device=device) - cu_seqlens[:-1].long()[sequence]
     if cp_size > 1:
         chunk = position // (lengths // (2 * cp_size))[sequence]
         is_local = (chunk == cp_rank) | (chunk == 2 * cp_size - 1 - cp_rank)
         sequence, position = sequence[is_local], position[is_local]
     local_lengths = lengths // cp_size
     starts = torch.cumsum(local_lengths, 0) - local_lengths
-    slot = torch.arange(len(sequence)) - starts[sequence]
+    slot = torch.arange(len(sequence), device=device) - starts[sequence]
     return _Places(sequence, slot, position, int(local_lengths.max()))
 
 
@@ -132,7 +132,7 @@ class PackedCoreAttention(MegatronModule):
         )
         if self.softmax_offset is not None:
             # one more key of zeros whose bias is the sink, one more value of zeros
-            bias = torch.zeros(mask.shape, dtype=q.dtype).masked_fill(~mask, float("-inf"))
+            bias = q.new_zeros(mask.shape).masked_fill(~mask, float("-inf"))
             sinks = self.softmax_offset.to(q.dtype).view(1, -1, 1, 1)
             sinks = sinks.expand(q.shape[0], -1, q.shape[2], 1)
             mask = torch.cat([bias.expand(-1, q.shape[1], -1, -1), sinks], -1)

@@ -13,6 +13,7 @@ import click
 from r3train.config import RunConfig
 from r3train.config.sources import printable
 from r3train.doctor.finding import FACT, OK, PROBLEM, WARNING, Finding, Findings
+from r3train.doctor.kernels import CARDS
 from r3train.doctor.machine import Node
 from r3train.launch.gpus import gpus_here
 
@@ -39,12 +40,18 @@ _STYLE = {OK: "green", FACT: "cyan", WARNING: "yellow", PROBLEM: "red"}
     multiple=True,
     help="A port the run will listen on.",
 )
+@click.option(
+    "--gpu",
+    type=click.Choice(list(CARDS)),
+    help="The servers' GPU.  [default: the one that is here]",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED)
 def doctor(
     world_size: int | None,
     nproc_per_node: int | None,
     ports: tuple[int, ...],
+    gpu: str | None,
     as_json: bool,
     flags: tuple[str, ...],
 ) -> None:
@@ -63,7 +70,7 @@ def doctor(
             f"(WORLD_SIZE) {world_size}, the ranks in all"
         )
     findings: list[Finding] = []
-    for finding in diagnose(config, world_size, ports, nproc_per_node=nproc_per_node):
+    for finding in diagnose(config, world_size, ports, nproc_per_node=nproc_per_node, gpu=gpu):
         findings.append(finding)
         if not as_json:
             _show(finding)
@@ -90,11 +97,12 @@ def diagnose(
     ports: tuple[int, ...] = (),
     *,
     nproc_per_node: int | None = None,
+    gpu: str | None = None,
 ) -> Findings:
     """Yield all findings, cheap ones first; without a configuration those of the machine only.
 
     world_size: ranks in all.  nproc_per_node: those of this node; None means as many as its GPUs
-    take, and without GPUs all of them.
+    take, and without GPUs all of them.  gpu: a name of ``kernels.CARDS``; None means the first that is here.
     """
     from r3train.doctor import kernels, machine, patch_list
     from r3train.launch.gpus import ranks_that_fit
@@ -120,16 +128,18 @@ def diagnose(
     if config is None:
         yield from patches.findings()
         return
-    yield from _of_config(config, node)
+    yield from _of_config(config, node, CARDS.get(gpu) or machine.first_card())
     yield from patches.findings()
 
 
-def _of_config(config: RunConfig, node: Node) -> Findings:
+def _of_config(config: RunConfig, node: Node, card: str | None) -> Findings:
     from r3train.config.hf_facts import read_hf_facts
     from r3train.doctor import kernels, memory, model_checks
+    from r3train.families.published import config_directory
 
     yield from model_checks.check_job(config, node.world_size)
     with suppress(ValueError):  # check_job has said so
-        hf = read_hf_facts(config.model.hf_checkpoint)
+        hf = read_hf_facts(config_directory(config.model.hf_checkpoint)[0])
         yield from kernels.check_attention(config, hf, node.num_gpus)
+        yield from kernels.check_tuned_experts(config, hf, card, os.environ)
     yield from memory.check_room(config, node)

@@ -1,9 +1,10 @@
-"""Kernels of the trainer's and the servers' libraries: which cuDNN they load, which attention a recipe gets."""
+"""Kernels of the trainer's and the servers' libraries: cuDNN, attention, experts, and what is compiled late."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ from r3train.config import RunConfig
 from r3train.config.hf_facts import HfModelFacts, load_model_config
 from r3train.config.model_settings import TE_KERNELS
 from r3train.doctor.finding import Findings, fact, ok, problem, warning
-from r3train.families import FAMILIES
+from r3train.engine.flags import server_fields
+from r3train.families import FAMILIES, weights_of
 from r3train.families.family import transformer_fields
 
 # sinks of packed sequences, and gradients of packs over context-parallel ranks without NaNs
@@ -23,6 +25,11 @@ _ONE_CUDNN = (
 # with these flashinfer finds its kernels compiled
 _COMPILED = ("flashinfer-cubin", "flashinfer-jit-cache")
 _CACHE_BASE = "FLASHINFER_WORKSPACE_BASE"
+# --gpu -> its name as torch has it
+CARDS = {"H100": "NVIDIA H100 80GB HBM3", "H200": "NVIDIA H200", "B200": "NVIDIA B200"}
+_TUNED = "SGLANG_MOE_CONFIG_DIR"
+# whose shared expert SGLang makes one of the routed ones, where it is one and CUDA's
+_FUSED_SHARED = frozenset(("deepseek_v3", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "qwen3_next"))
 
 
 def check_cudnn(num_gpus: int, maps: Path = Path("/proc/self/maps")) -> Findings:
@@ -81,7 +88,7 @@ def check_attention(config: RunConfig, hf: HfModelFacts, num_gpus: int) -> Findi
         from transformer_engine.pytorch.attention.dot_product_attention import utils
     except Exception:  # as above
         return
-    for what, shape in _attention_shapes(config, hf):
+    for what, shape in attention_shapes(config, hf):
         try:
             chosen = _kernel(utils, shape, backend, bf16=config.model.bf16)
         except Exception as error:  # another version has other parameters
@@ -109,7 +116,7 @@ def check_attention(config: RunConfig, hf: HfModelFacts, num_gpus: int) -> Findi
 _SHOWN = ("num_heads", "num_gqa_groups", "head_dim_qk", "head_dim_v", "window_size", "softmax_type")
 
 
-def _attention_shapes(
+def attention_shapes(
     config: RunConfig, hf: HfModelFacts
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield each kind of attention of a rank: its name, and Transformer Engine's ``AttentionParams`` for it.
@@ -195,3 +202,45 @@ def check_warm_up(
         " kernel is read half-written",
         f"export {_CACHE_BASE}, TRITON_CACHE_DIR and SGLANG_CACHE_DIR as folders of the node's own disk, as /tmp/$USER",
     )
+
+
+def check_tuned_experts(
+    config: RunConfig, hf: HfModelFacts, card: str | None, environ: Mapping[str, str]
+) -> Findings:
+    """Blocks of SGLang's Triton kernel that were tuned for a server's experts on ``card``, of any Triton version.
+
+    Without them SGLang takes blocks of a rule of thumb, and its log alone says so.  Silent where no card is known, for
+    servers elsewhere whose size the configuration does not tell, and for other kernels.
+    """
+    experts = None if card is None else served_experts(config, hf)
+    sglang = find_spec("sglang")
+    if experts is None or sglang is None:
+        return
+    name = "E={},N={},device_name={}.json".format(*experts, card.replace(" ", "_"))
+    own = Path(sglang.origin).parent / "srt/layers/moe/moe_runner/triton_utils"
+    files = sorted(Path(environ.get(_TUNED, own)).glob(f"configs/triton_*/{name}"))
+    if files:
+        yield ok("tuned experts", f"{name}, {', '.join(file.parent.name for file in files)}")
+        return
+    text = f"SGLang has no {name}: its kernel of experts runs in blocks that nobody tuned for them"
+    remedy = f"tune them once, and export {_TUNED} (r3train docs gpus: Tuned MoE kernels)"
+    yield warning("tuned experts", text, remedy)
+
+
+def served_experts(config: RunConfig, hf: HfModelFacts) -> tuple[int, int] | None:
+    """Return the experts that a server's GPU holds, and their columns there; None if not told, or not Triton's.
+
+    Source: SGLang 0.5.23, ``try_get_optimal_moe_config``, ``shared_experts_fusion_disable_reason``.
+    """
+    fields = server_fields(config.rollout.sglang)
+    default = "triton" if config.replay.use_rollout_routing_replay else "auto"
+    others = fields.get("moe_runner_backend", default) != "triton" or "moe_a2a_backend" in fields
+    is_elsewhere = config.rollout.rollout_external_engine_addrs and "tp_size" not in fields
+    is_served = config.has_engines and hf.is_moe and hf.model_type in FAMILIES
+    if not is_served or is_elsewhere or others:
+        return None
+    tp, ep = (max(1, int(fields.get(name, 1))) for name in ("tp_size", "ep_size"))
+    shared = load_model_config(hf.path).get("n_shared_experts", 1)
+    is_fused = hf.model_type in _FUSED_SHARED and shared == ep == 1
+    fused = int(is_fused and not fields.get("disable_shared_experts_fusion"))
+    return hf.num_experts // ep + fused, weights_of(hf).sizes["expert"] * ep // tp

@@ -151,6 +151,13 @@ def check_capability(num_gpus: int) -> Findings:
             yield warning("GPU", text, "an H100, H200 or B200, or a small --max-tokens-per-gpu")
 
 
+def first_card() -> str | None:
+    """Return the name of the first GPU, as torch has it; None without one."""
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
+
+
 def check_transformer_engine(num_gpus: int) -> Findings:
     """Its part for torch, which is compiled where it is installed."""
     if not num_gpus:

@@ -150,7 +150,7 @@ def tiny_latent(o: TinyOptions, **more: Any) -> dict[str, Any]:
     sizes = with_experts(o, "n_routed_experts", norm_topk_prob=True, num_mtp_layers=0)
     return sizes | {
         "num_key_value_heads": o.num_heads,
-        "kv_lora_rank": 2 * o.head_dim,
+        "kv_lora_rank": (4 if o.head_dim == 128 else 2) * o.head_dim,  # 512 as published
         "qk_nope_head_dim": o.head_dim,
         "qk_rope_head_dim": o.head_dim // 2,
         "v_head_dim": o.head_dim,

@@ -159,7 +159,7 @@ def test_the_first_day_imports_nothing_that_the_image_lacks(lacking):
         capture_output=True,
         text=True,
     )
-    assert len(modules) == 3 and (done.returncode == 0) == (not lacking), done.stdout + done.stderr
+    assert len(modules) == 5 and (done.returncode == 0) == (not lacking), done.stdout + done.stderr
     assert f"the image has no {lacking}" in done.stdout + done.stderr or not lacking
 
 

@@ -60,6 +60,18 @@ RULES = (
         "tests/unit/benchmarks/test_gpu_smoke.py::test_a_step_is_a_command_that_is_there",
     ),
     Rule(
+        r"make lent ",
+        Kind.ELSEWHERE,
+        "fetches wheels for another machine",
+        "tests/rehearsal/test_lent_machine.py::test_every_call_names_a_part_and_the_half_hour_holds_them",
+    ),
+    Rule(
+        r"git clone .*sgl-project/sglang|python sglang/benchmark/|.*tuned/configs|export SGLANG_MOE_CONFIG_DIR=",
+        Kind.ELSEWHERE,
+        "tune kernels on a GPU",
+        "tests/unit/doctor/test_tuned_experts.py::test_a_folder_of_the_users_own_counts_in_place_of_sglangs",
+    ),
+    Rule(
         r"docker |pip install .*-c requirements/gpu\.txt|packages=|export (CPATH|CUDNN_HOME)=",
         Kind.ELSEWHERE,
         "needs Docker and CUDA's compiler",

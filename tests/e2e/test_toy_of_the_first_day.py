@@ -22,7 +22,9 @@ def test_the_first_job_of_the_first_day_is_proved_on_a_cpu(tmp_path):
     flags = words[words.index("train_async.py") + 1 :]
     recipe, flags = flags[1], flags[2 : flags.index("--run-dir")]
     flags += ["--hf-checkpoint", str(tmp_path / "toy/model"), "--rollout-batch-size", "4"]
-    flags += ["--prompt-data", str(tmp_path / "toy/prompts.jsonl")]
+    # 1,000 tokens of 8 answers take a CPU half an hour
+    flags += ["--prompt-data", str(tmp_path / "toy/prompts.jsonl"), "--rollout-max-response-len"]
+    flags += ["64"]
     job = run(tmp_path / "run", *flags, recipe=recipe, ranks=1, timeout=800)
     assert job.code == 0 and "R3: passed" in job.output, job.output
     steps = job.metrics()

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.gpu_toys import FAMILIES
 from r3train.verify.tiny import random_model, save
 from r3train.families.tiny_options import SIZES, TinyOptions
 from tests.oracle import actors
@@ -35,14 +36,15 @@ def actors_log_probs(checkpoint: str) -> dict[str, Any]:
 
 
 @pytest.mark.ranks
-def test_an_actor_of_the_toy_gives_the_log_probs_of_transformers(tmp_path, monkeypatch):
-    options = replace(TOY, dtype="float32", num_layers=2)
+@pytest.mark.parametrize("family", [TOY.family, *FAMILIES])
+def test_an_actor_of_the_toy_gives_the_log_probs_of_transformers(family, tmp_path, monkeypatch):
+    options = replace(TOY, dtype="float32", num_layers=2, family=family)
     model = random_model(options).eval()
     (tmp_path / "model").mkdir()
     save(model, tmp_path / "model", options)
     ids = torch.from_numpy(text()).long()
     with torch.no_grad():
-        every = model(ids[None]).logits[0].log_softmax(-1)
+        every = model(ids[None], use_cache=False).logits[0].log_softmax(-1)
     expected = every[:-1].gather(1, ids[1:, None])[:, 0]
     assert expected.std() > 0.5  # logits that say something
     monkeypatch.setattr(actors, "SEARCHED", [str(STAND_INS)])

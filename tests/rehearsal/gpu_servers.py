@@ -6,12 +6,14 @@ CARD is a name of ``CARDS``.  torch and SGLang are made to believe in it, and pa
 installed import as empty ones.  The command lines are production's (``SGLangServer.command``), and SGLang's own
 parser and ``resolve_once`` read them.  DIRECTORY gets the published config.json files.
 
-REPORT: {"servers": {recipe: {argument: value}}, "alone": {recipe: the backend of experts that SGLang takes
+REPORT: {"servers": {recipe: {argument: value, and experts of a GPU, their columns, whether SGLang finds blocks
+tuned for them}}, "alone": {recipe: the backend of experts that SGLang takes
 without our flag}, "records": {backend of experts: it records routes}}.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.metadata
@@ -21,7 +23,7 @@ import re
 import sys
 import tempfile
 import types
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -198,6 +200,58 @@ def resolved(command: list[str]) -> dict[str, Any]:
     return {**{name: values[name] for name in SHOWN}, "cuda_graphs": graphs}
 
 
+def tuned(server: SGLangServer, values: dict[str, Any]) -> dict[str, Any]:
+    """Ask SGLang for the experts of a GPU and their columns, and whether it finds blocks tuned for them on this card.
+
+    values: of ``resolved``.
+    """
+    from sglang.srt.layers.moe import utils
+    from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe_triton_config as search
+
+    moe = SimpleNamespace(
+        disable_shared_experts_fusion=values["disable_shared_experts_fusion"],
+        enforce_shared_experts_fusion=False,
+        enable_waterfill=False,
+    )
+    deterministic = SimpleNamespace(enable_deterministic_inference=False)
+    answers = {
+        "get_exec": SimpleNamespace(moe=moe, deterministic=deterministic),
+        "get_parallel": SimpleNamespace(moe_ep_size=1),
+        "is_sbo_enabled": False,
+        "is_tbo_enabled": False,
+        "is_deepep_class_backend": False,
+        "get_moe_a2a_backend": MagicMock(**{"is_deepep.return_value": False}),
+    }
+    answers["get_moe_a2a_backend"].is_mori.return_value = False
+    keys = json.loads((Path(server.model_path) / "config.json").read_text())
+    model = _class_of(keys["architectures"][0])
+    places = [utils, search, *{sys.modules[base.__module__] for base in model.__mro__[:-1]}]
+    with ExitStack() as stack:
+        for place in places:
+            for name, answer in answers.items():
+                if hasattr(place, name):
+                    stack.enter_context(patch.object(place, name, lambda _answer=answer: _answer))
+        fused = utils.resolve_shared_experts_config(model, SimpleNamespace(**keys), None)
+        text = keys.get("text_config", keys)
+        names = ("num_experts", "n_routed_experts", "num_local_experts")
+        count = next(text[name] for name in names if text.get(name))
+        columns = text.get("moe_intermediate_size") or text["intermediate_size"]
+        experts = count + fused.num_fused_shared_experts, columns // values["tp_size"]
+        found = search.get_moe_configs(*experts, None)
+    return {"experts": experts, "is_tuned": found is not None}
+
+
+def _class_of(architecture: str) -> type:
+    """Import SGLang's model of this name from the file that defines it."""
+    import sglang.srt.models
+
+    folder = Path(sglang.srt.models.__path__[0])
+    for file in sorted(folder.glob("*.py")):
+        if re.search(rf"^class {architecture}\b", file.read_text(encoding="utf-8"), re.M):
+            return getattr(importlib.import_module(f"sglang.srt.models.{file.stem}"), architecture)
+    raise ValueError(f"{folder}: no class {architecture}, expected one")
+
+
 def records_routes() -> dict[str, bool]:
     """Say for every backend of experts whether SGLang's own ``TopK`` hands its choice to the capturer.
 
@@ -253,7 +307,9 @@ def main(report: str, card: str, directory: str) -> None:
         server = server_of(recipe, Path(directory))
         command = server.command()
         override = server.environment().get("NVIDIA_TF32_OVERRIDE")
-        servers[recipe.file] = {**resolved(command), "NVIDIA_TF32_OVERRIDE": override}
+        values = resolved(command)
+        values |= tuned(server, values)
+        servers[recipe.file] = {**values, "NVIDIA_TF32_OVERRIDE": override}
         at = command.index("--moe-runner-backend")
         alone[recipe.file] = resolved(command[:at] + command[at + 2 :])["moe_runner_backend"]
     found = {"servers": servers, "alone": alone, "records": records_routes()}

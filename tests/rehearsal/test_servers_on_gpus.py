@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,10 @@ from pathlib import Path
 import pytest
 
 from r3train.config import RunConfig
+from r3train.config.hf_facts import read_hf_facts
+from r3train.doctor.finding import OK
+from r3train.doctor.kernels import CARDS as CARD_NAMES, check_tuned_experts, served_experts
+from r3train.families.published import PUBLISHED
 from r3train.launch.estimate import server_fraction
 from r3train.engine.refusals import UNRECORDED_BACKENDS
 from tests.published import RECIPES
@@ -93,7 +98,33 @@ def test_every_recipes_servers_overlap_scheduling_and_computing(card, reports):
 def test_shared_experts_may_be_fused_so_their_column_is_dropped_from_the_rows(card, reports):
     """tests/rehearsal/test_captured_rows.py has those rows; a CPU server fuses none."""
     for name, server in reports[card]["servers"].items():
-        assert not server["disable_shared_experts_fusion"], name
+        assert server["disable_shared_experts_fusion"] == name.startswith("glm_4_7_flash"), name
+
+
+@each_card
+def test_the_doctor_looks_for_the_file_of_tuned_experts_that_sglang_looks_for(card, reports):
+    """A model's own class says what is fused, SGLang's own search what is found."""
+    for recipe in RECIPES:
+        server, config = reports[card]["servers"][recipe.file], RunConfig.from_toml(recipe.path)
+        if not config.rollout.rollout_external_engine_addrs or "tp_size" in config.rollout.sglang:
+            hf = read_hf_facts(PUBLISHED / recipe.model)
+            assert list(served_experts(config, hf)) == server["experts"], recipe.file
+            found = check_tuned_experts(config, hf, CARD_NAMES[card], {})
+            assert [each.level == OK for each in found] == [server["is_tuned"]], recipe.file
+
+
+@each_card
+def test_the_page_says_which_recipes_servers_find_tuned_experts(card, reports):
+    page = (ROOT / "docs/run/gpus.md").read_text()
+    rows = page.partition("\n## Tuned MoE kernels\n")[2].partition("\n## ")[0]
+    for recipe in RECIPES:
+        server = reports[card]["servers"][recipe.file]
+        experts, columns = server["experts"]
+        (row,) = re.findall(rf"^\|.*\b{recipe.file}\b.*$", rows, re.M)
+        cells = [cell.strip() for cell in row.strip("|").split("|")]
+        assert cells[1:3] == [str(server["tp_size"]), f"{experts}, {columns}"], (cells, server)
+        found = cells[3 + list(CARDS).index(card)]
+        assert (found == "yes") == server["is_tuned"], (card, row)
 
 
 @each_card

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shlex
+import shutil
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -13,9 +15,12 @@ import pytest
 from click.testing import CliRunner
 
 import train_async
-from benchmarks import gpu_smoke
+from benchmarks import gpu_smoke, gpu_toys
 from r3train.cli import SUBCOMMANDS
 from r3train.config.options import parse_train_flags
+from r3train.families import tiny_model_of
+from r3train.families.published import PUBLISHED
+from r3train.families.tiny_options import SIZES, TinyOptions
 from r3train.launch.gpus import server_gpus
 
 
@@ -64,11 +69,95 @@ def test_a_job_finds_no_earlier_run_in_its_directory(tmp_path):
     assert [outcome.word for outcome in gpu_smoke.outcomes([job], 1, tmp_path)] == ["passed"]
 
 
-def test_one_gpu_runs_a_job_its_evidence_figures_variants_and_topologies(tmp_path):
+def test_one_gpu_runs_kernels_a_job_its_evidence_variants_figures_and_topologies(tmp_path):
     steps = [replace(step, command="python --version") for step in gpu_smoke.STEPS]
     ran = [o.step.name for o in gpu_smoke.outcomes(steps, 1, tmp_path) if o.word == "passed"]
-    assert ran[3:6] == ["colocated", "colocated_evidence", "replay_overhead"], ran
-    assert ran[6:] == ["rollout_rate", "adapters", "optimizer", "topologies"], ran
+    assert ran[:5] == ["model", "toys", "doctor", "kernels", "replay"], ran
+    assert ran[5:7] == ["colocated", "colocated_evidence"], ran
+    assert ran[7:] == [
+        *("latent", "delta_nets", "sinks", "adapters", "optimizer"),
+        *("replay_overhead", "rollout_rate", "topologies"),
+    ], ran
+
+
+def independent(name: str, command: str, num_gpus: int) -> gpu_smoke.Step:
+    return gpu_smoke.Step(name, command, "", num_gpus, is_independent=True)
+
+
+def test_independent_steps_run_at_once_each_on_gpus_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    # each waits for a file of every other: one after the other would never end
+    wait = "touch {own}; until [ -e {other} ]; do sleep 0.1; done; echo $CUDA_VISIBLE_DEVICES"
+    one, two = tmp_path / "one", tmp_path / "two"
+    steps = [
+        independent(own.name, f"bash -c '{wait.format(own=own, other=other)}'", 2)
+        for own, other in ((one, two), (two, one))
+    ]
+    found = gpu_smoke.outcomes(steps, 4, tmp_path / "logs")
+    assert [outcome.word for outcome in found] == ["passed", "passed"]
+    seen = {(tmp_path / f"logs/{name}.log").read_text().strip() for name in ("one", "two")}
+    assert seen == {"0,1", "2,3"}
+
+
+def test_a_failure_among_independent_steps_ends_what_comes_behind_them(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
+    steps = [
+        independent("fails", "false", 1),
+        independent("fine", "bash -c 'echo $CUDA_VISIBLE_DEVICES'", 1),
+        independent("pair", "python --version", 4),
+        gpu_smoke.Step("last", "python --version", ""),
+    ]
+    found = gpu_smoke.outcomes(steps, 2, tmp_path)
+    assert [o.word for o in found] == ["failed", "passed", "not run", "not run"]
+    assert (tmp_path / "fine.log").read_text().strip() in ("5", "7")
+
+
+def test_a_list_says_the_commands_and_runs_none(capsys):
+    assert gpu_smoke.main(["--list", "--recipe", "olmoe_1b_7b_one_node"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(gpu_smoke.STEPS) + 2
+    rollouts, training = lines[-2:]
+    assert rollouts.endswith("--debug-rollout-only") and "--replay-rollouts" in training
+
+
+@pytest.mark.parametrize("step", gpu_smoke.recipe_steps("olmoe_1b_7b_one_node", 8))
+def test_a_recipes_parts_are_commands_that_parse(step):
+    words = shlex.split(step.command)
+    assert words[:2] == ["r3train", "train"]
+    config = parse_train_flags(words[2:], prog_name="train")
+    assert config.rollout.num_rollout == 2 and config.r3_check_enabled
+
+
+def test_the_page_has_every_step_in_its_order_with_its_gpus_and_minutes():
+    page = (Path(gpu_smoke.ROOT) / "docs/run/gpus.md").read_text()
+    table = page.partition("| step | GPUs | min |")[2].partition("\n\n")[0].splitlines()[2:]
+    told = [tuple(cell.strip() for cell in row.strip("|").split(" | ")[:4]) for row in table]
+    expected = [(s.name, str(s.num_gpus), str(s.minutes), s.proves) for s in gpu_smoke.STEPS]
+    assert told == expected
+
+
+def test_prompts_are_lengthened_before_their_question_and_toys_are_built(tiny, tmp_path):
+    shutil.copy(tiny / "prompts.jsonl", tmp_path)
+    assert gpu_toys.main([str(tmp_path), "--size", "tiny"]) == 0
+    short, long = (
+        [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
+        for name in ("prompts.jsonl", "long.jsonl")
+    )
+    for before, after in zip(short, long, strict=True):
+        assert len(after["input"].split()) == gpu_toys.PROMPT_TOKENS
+        assert after["input"].endswith(before["input"]) and after["label"] == before["label"]
+    assert gpu_toys.PROMPT_TOKENS + 1000 <= SIZES["gpu"]["max_position_embeddings"]
+    for family in gpu_toys.FAMILIES:
+        assert (tmp_path / family / "model/config.json").exists()
+
+
+def test_the_toys_have_the_head_sizes_for_which_kernels_are_made():
+    """FlashMLA has latent attention of these sizes alone."""
+    options = replace(TinyOptions(), **SIZES["gpu"], family="moonlight")
+    toy = tiny_model_of(options).sizes(options)
+    published = json.loads((PUBLISHED / "Moonlight-16B-A3B/config.json").read_text())
+    for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
+        assert toy[key] == published[key], key
 
 
 @pytest.mark.parametrize("step", gpu_smoke.STEPS, ids=lambda step: step.name)
@@ -103,7 +192,8 @@ def test_a_job_is_taken_by_the_dry_run_and_needs_its_gpus_and_no_fewer(step, tin
     assert step.num_gpus == max(ranks, *(gpus.stop for gpus in servers))
     model = ("--hf-checkpoint", str(tiny / "model"), "--prompt-data", str(tiny / "prompts.jsonl"))
     elsewhere = ("--run-dir", str(tmp_path / "run"))  # runs/gpu may hold a run already
-    dry = [*flags, *model, *elsewhere, "--dry-run", "--world-size", str(ranks)]
+    short = ("--rollout-max-response-len", "64")  # the demo's model has 512 positions
+    dry = [*flags, *model, *elsewhere, *short, "--dry-run", "--world-size", str(ranks)]
     result = CliRunner().invoke(train_async.main, dry, env={"RANK": None, "WORLD_SIZE": None})
     assert result.exit_code == 0, result.output
 

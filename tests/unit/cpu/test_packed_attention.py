@@ -18,7 +18,7 @@ LENGTHS = (9, 17, 4)
 
 
 @pytest.mark.parametrize("softmax_type", ["vanilla", "learnable"])
-def test_a_pass_without_gradients_gives_the_numbers_of_one_with_them_to_the_last_bit(
+def test_a_pass_without_gradients_or_on_another_device_gives_the_same_numbers_to_the_last_bit(
     softmax_type, monkeypatch
 ):
     monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_world_size", lambda: 1)
@@ -45,3 +45,8 @@ def test_a_pass_without_gradients_gives_the_numbers_of_one_with_them_to_the_last
     now = attention(query, key, value, packed_seq_params=packed)
     assert now.requires_grad
     torch.testing.assert_close(now.detach(), before, rtol=0, atol=0)
+    with torch.device(
+        "meta"
+    ):  # everything is on the device of what it is given, and not on the default one
+        there = attention(query, key, value, packed_seq_params=packed)
+    torch.testing.assert_close(there.detach(), before, rtol=0, atol=0)
