@@ -10,6 +10,8 @@ import difflib
 import importlib
 import inspect
 import logging
+import os
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
@@ -21,6 +23,12 @@ from r3train.user_frames import place, user_frames
 logger = logging.getLogger(__name__)
 
 _QUOTED = 1000  # characters of a value or an error in a message
+
+
+def find_modules_here() -> None:
+    """Let user code be found in the working directory, after everything that is installed."""
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
 
 
 def find_user_code(flag: str, name: str, known: Mapping[str, Any]) -> Any:
@@ -45,6 +53,8 @@ def import_user_code(flag: str, path: str) -> Any:
     module_name, _, name = path.partition(":")
     if not module_name or not name:
         raise ValueError(f"{flag} {path}: expected module:object")
+    if module_name.endswith(".py"):
+        raise ValueError(f"{flag} {path}: a file is named without .py, {module_name[:-3]}:{name}")
     # runs code of the user
     with running_user_code(f"{flag} {path}: cannot import {module_name}"):
         try:
@@ -52,7 +62,9 @@ def import_user_code(flag: str, path: str) -> Any:
         except ModuleNotFoundError as error:
             if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
                 raise  # of what the module imports
-            raise ValueError("PYTHONPATH must name the directory that it is in") from error
+            raise ValueError(
+                "its directory must be the working directory or in PYTHONPATH"
+            ) from error
         found = getattr(module, name, None)
     if found is None:
         raise ValueError(f"{flag} {path}: {module_name} has no {name}")

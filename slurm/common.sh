@@ -32,7 +32,7 @@ RUN_DIR=${RUN_DIR:-$R3TRAIN_ROOT/runs/slurm-${SLURM_JOB_ID:?}}
 RUN_DIR=$(cd "$R3TRAIN_ROOT" && realpath -ms -- "$RUN_DIR")
 # the tensor-parallel size of each SGLang server; unset, the recipe's
 GPUS_PER_SERVER=${GPUS_PER_SERVER:-}
-SAVE_INTERVAL=${SAVE_INTERVAL:-20}
+SAVE_INTERVAL=${SAVE_INTERVAL:-}
 # the signal comes this long before the end of the job; the ranks get a little less
 SIGNAL_GRACE_S=${SIGNAL_GRACE_S:-100}
 START=${SLURM_RESTART_COUNT:-0}
@@ -59,7 +59,11 @@ require_count() {
     [[ ${!1} =~ ^[1-9][0-9]*$ ]] || refuse "$1 is ${!1}: expected a number above 0"
 }
 [[ -z $GPUS_PER_SERVER ]] || require_count GPUS_PER_SERVER
-[[ -e $CONFIG || -e $R3TRAIN_ROOT/$CONFIG || -e $R3TRAIN_ROOT/configs/$CONFIG.toml ]] ||
+config_file=""
+for file in "$R3TRAIN_ROOT/configs/$CONFIG.toml" "$CONFIG" "$R3TRAIN_ROOT/$CONFIG"; do
+    [[ ! -f $file ]] || config_file=$file
+done
+[[ -n $config_file ]] ||
     refuse "CONFIG is $CONFIG: no such file or recipe (r3train recipes lists them)"
 [[ -n $CONTAINER || -z $CONTAINER_MOUNTS ]] ||
     refuse "CONTAINER_MOUNTS is without effect without CONTAINER"
@@ -198,11 +202,16 @@ train_flags=(
     --config "$CONFIG"
     --run-dir "$RUN_DIR"
     --no-progress
-    --save "$RUN_DIR/checkpoints"
-    --save-interval "$SAVE_INTERVAL"
     --auto-resume
     --signal-grace-s "$SIGNAL_GRACE_S"
 )
+
+# checkpoints are where the recipe has them, so that the next job goes on from them
+if ! grep -qE '^save *=' "$config_file"; then
+    train_flags+=(--save "$RUN_DIR/checkpoints")
+    SAVE_INTERVAL=${SAVE_INTERVAL:-20}
+fi
+[[ -z $SAVE_INTERVAL ]] || train_flags+=(--save-interval "$SAVE_INTERVAL")
 
 cd "$R3TRAIN_ROOT" || exit 1
 if [[ -z $RENDER ]]; then

@@ -14,7 +14,8 @@ from r3train.config.requirements import excludes, requires
 from r3train.config.section import Section
 from r3train.config.sources import IMPORT_PATH, URL
 
-METADATA_KEY = "metadata"  # the default: its absence is no mistake
+# the defaults: their absence is no mistake
+LABEL_KEY, METADATA_KEY = "label", "metadata"
 JUDGE_TEMPLATE = """Question:
 {prompt}
 
@@ -65,7 +66,7 @@ class DataSection(Section):
     file; PATH*0.3 gives it a weight, its share of the prompts sampled; then every file needs one."""
     input_key: str = Field(default="input", min_length=1)
     """Key of the prompt: text, or chat messages with apply_chat_template.  a.b is key b of table a."""
-    label_key: str = Field(default="label", min_length=1)
+    label_key: str = Field(default=LABEL_KEY, min_length=1)
     """Key of the label, which the reward compares the answer with; it may be absent where the reward
     needs none."""
     metadata_key: str = Field(default=METADATA_KEY, min_length=1)

@@ -16,6 +16,7 @@ from r3train.doctor.finding import FACT, OK, PROBLEM, WARNING, Finding, Findings
 from r3train.doctor.kernels import CARDS
 from r3train.doctor.machine import Node
 from r3train.launch.gpus import gpus_here
+from r3train.user_code import find_modules_here
 
 _STYLE = {OK: "green", FACT: "cyan", WARNING: "yellow", PROBLEM: "red"}
 
@@ -61,6 +62,7 @@ def doctor(
     """
     from r3train.config.options import parse_train_flags
 
+    find_modules_here()
     config = parse_train_flags(flags, prog_name="doctor") if flags else None
     if world_size is None:
         world_size = 1 if config is None else config.run.world_size or config.parallel.fewest_ranks

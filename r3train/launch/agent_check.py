@@ -35,8 +35,8 @@ from r3train.launch.agents import (
     session_settings,
 )
 from r3train.launch.read_data import read_prompts
-from r3train.launch.train import find_modules_here
 from r3train.types import Prompt
+from r3train.user_code import find_modules_here
 
 _TASK = "What is 1 + 2? Use your tools."
 _NONE = "none-given"  # the model and the data, without --config

@@ -220,7 +220,10 @@ def stages(config: RunConfig, model: Model, world_size: int) -> list[StageRanks]
 def host_bytes(
     config: RunConfig, model: Model, fullest: StageRanks, num_ranks: int, on_gpus: bool
 ) -> dict[str, float]:
-    """Bytes of a node's memory by what holds them, where ``num_ranks`` ranks and their servers run."""
+    """Bytes of a node's memory by what holds them, where ``num_ranks`` ranks and their servers run.
+
+    on_gpus: GPUs are here; a recipe for NCCL is judged as on them.
+    """
     weights = model.total.total * value_bytes(config)
     own_servers = config.has_engines and not config.rollout.rollout_external_engine_addrs
     host = {
@@ -228,6 +231,10 @@ def host_bytes(
         "KL references and teachers": fullest.held.reference * num_ranks,
         "offloaded optimizers": fullest.held.offloaded * num_ranks,
     }
+    on_gpus |= config.parallel.distributed_backend == "nccl"
+    if on_gpus and config.rollout.colocate:
+        away = fullest.held.weights + fullest.held.optimizer
+        host["what ranks hold, while servers generate"] = away * num_ranks
     if not on_gpus:
         host |= {"ranks": fullest.total * num_ranks, "SGLang": 2 * weights * own_servers}
     if own_servers and config.trainer.update_weight_transfer_mode == "shared_memory":

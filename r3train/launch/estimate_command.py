@@ -286,7 +286,7 @@ def _time_lines(config: RunConfig, fit: Fit, time: StepTime, *, with_parts: bool
 
 def _server_lines(config: RunConfig, server: ServerEstimate, gpu_bytes: float) -> Iterator[str]:
     share = min(1.0, server.pool_tokens / server.needed_tokens)
-    verdict = "all fit" if share == 1 else f"{share:.0%} fit, the others wait"
+    verdict = "all fit" if share == 1 else f"{share:.0%} fit, the others wait or are computed again"
     where = "colocated with the ranks, " if config.rollout.colocate else ""
     yield (
         f"each server, {where}of {server.gpus} GPU{'s' * (server.gpus != 1)}: weights"

@@ -21,6 +21,7 @@ from r3train.launch.preflight import preflight_evaluation
 from r3train.launch.run_dir import claim_directories, open_run_dir, raise_file_limit
 from r3train.observe.console import RunDisplay
 from r3train.observe.metrics import MetricsWriter
+from r3train.user_code import find_modules_here
 
 if TYPE_CHECKING:
     from r3train.launch.engines import Engines
@@ -44,6 +45,7 @@ def evaluate_command(checkpoint: Path, flags: tuple[str, ...]) -> None:
     own and ends it, or asks those of --rollout-external-engine-addrs.  Rows and numbers go to --run-dir.
     The exit code is 1 if a set could not be evaluated.
     """
+    find_modules_here()
     config = parse_train_flags(with_defaults(checkpoint, flags), prog_name="eval")
     with usage_errors():
         server_gpus_here(config, num_ranks=0)

@@ -26,7 +26,7 @@ from r3train.config.cross_checks import (
     replay_warnings,
     replayed_index_topk,
 )
-from r3train.config.data_settings import METADATA_KEY
+from r3train.config.data_settings import LABEL_KEY, METADATA_KEY
 from r3train.config.hf_facts import HfModelFacts, load_json_object, read_hf_facts
 from r3train.config.sources import ConfigError, raise_all
 from r3train.families import (
@@ -351,6 +351,21 @@ class _Checks:
         self.prompts = [prompt for part in parts for prompt in part]
         self.sizes = tuple(map(len, parts))
 
+    def _check_labels(self) -> None:
+        key, prompts = self.config.data.label_key, self.prompts
+        lack = [prompt.prompt_id for prompt in prompts if prompt.label is None]
+        if len(lack) < len(prompts):
+            if lack:
+                text = f"{len(lack):,} of {len(prompts):,} prompts have no label (key {key}), the first: {lack[0]}"
+                self.warn(
+                    "prompts", text, "label them, or leave them out, if the reward needs labels"
+                )
+        elif key != LABEL_KEY:
+            self.faults.append(("prompts", f"no row has the key {key} (--label-key)"))
+        else:
+            text = f"no prompt has a label (key {key})"
+            self.warn("prompts", text, "name its key with --label-key, if the reward needs one")
+
     def prompts_fit(self) -> None:
         """Check the prompts against the settings, and begin an episode with the first one."""
         config, prompts = self.config, self.prompts
@@ -359,9 +374,8 @@ class _Checks:
         elif prompts and config.agent.named is not None:
             self.attempt(SETTINGS, check_longest_chain, config, self.hf)
         elif prompts:
-            if not config.reward_is_optional and all(prompt.label is None for prompt in prompts):
-                text = f"no prompt has a label (key {config.data.label_key})"
-                self.warn("prompts", text, "name its key with --label-key, if the reward needs one")
+            if not config.reward_is_optional:
+                self._check_labels()
             if config.data.metadata_key != METADATA_KEY and not any(p.metadata for p in prompts):
                 text = f"no prompt has metadata (key {config.data.metadata_key})"
                 self.warn(

@@ -25,6 +25,7 @@ from r3train.launch.local_servers import start_servers
 from r3train.launch.run_dir import claim_directories, open_run_dir, raise_file_limit, start_stamp
 from r3train.cpu.torchvision_stub import declare_ops_for_imports
 from r3train.patches import patch
+from r3train.user_code import find_modules_here
 
 if TYPE_CHECKING:
     from r3train.engine.server import SGLangServer
@@ -348,12 +349,6 @@ def finish(config: RunConfig, run_dir: Path, began: float, stopped: str | None =
     if config.r3_check_enabled:
         files["next"] += f"\nr3train check-evidence {run_dir}"  # a line to copy for each
     return {**numbers, **times, **files, "stopped": stopped}
-
-
-def find_modules_here() -> None:
-    """Let user code be found in the working directory, after everything that is installed."""
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
 
 
 def as_rank(program: Callable[[], object]) -> None:

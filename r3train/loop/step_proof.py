@@ -106,10 +106,10 @@ class StepProof:
         if verdict.sampling is not None:
             lacks = verdict.sampling.verdict == NO_EVIDENCE
             self._without_recheck = self._without_recheck + 1 if lacks else 0
-            if self._without_recheck and self._without_recheck % _SAID_WITHOUT_RECHECK == 0:
+            if self._without_recheck == _SAID_WITHOUT_RECHECK:  # once, until one comes in time
                 logger.warning(
-                    "recheck: no evidence in %d rollouts in a row: no sample was rechecked in time"
-                    " (--r3-recheck-share)",
+                    "recheck: no evidence in %d rollouts in a row: busy servers did not read a sample again in"
+                    " time (--r3-recheck-share); other claims were judged",
                     self._without_recheck,
                 )
 

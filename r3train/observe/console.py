@@ -140,6 +140,7 @@ class RunDisplay:
     def note(self, text: str, style: str = "") -> None:
         """Print one line that belongs to no step, such as where the run directory is."""
         self._line(Text(printable(text), style=style))
+        logger.info(text)  # to the rank's file alone
 
     def summary(self, summary: Mapping[str, Any]) -> None:
         """Print the last words of a run, and stop the progress.

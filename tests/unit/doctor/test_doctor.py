@@ -47,6 +47,18 @@ def test_a_good_set_up_is_quiet_and_ends_with_0(tiny, tmp_path):
     assert CliRunner().invoke(main, ["doctor", *args, "--hf-checkpoint", "/no"]).exit_code == 1
 
 
+def test_a_reward_of_the_working_directory_is_found_as_a_run_finds_it(tiny, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "rewards_here.py").write_text("def half(prompt, text, ids):\n    return 0.5\n")
+    args = ["--config", "tiny_cpu", "--world-size", "2", "--hf-checkpoint", str(tiny / "model")]
+    args += ["--prompt-data", str(tiny / "prompts.jsonl"), "--json"]
+    found = CliRunner().invoke(main, ["doctor", *args, "--custom-rm-path", "rewards_here:half"])
+    assert "cannot import" not in found.output
+    found = CliRunner().invoke(main, ["doctor", *args, "--custom-rm-path", "rewards_there:half"])
+    assert "cannot import rewards_there" in found.output
+
+
 def test_without_a_configuration_the_machine_alone_is_looked_at():
     result = CliRunner().invoke(main, ["doctor"])
     assert result.exit_code == 0 and "versions: " in result.output

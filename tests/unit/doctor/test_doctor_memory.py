@@ -11,7 +11,7 @@ from r3train.doctor import doctor_command, memory
 from r3train.doctor.machine import Node
 from r3train.doctor.finding import OK, PROBLEM, WARNING, Finding
 from r3train.families.published import PUBLISHED
-from r3train.launch.estimate import Held, Model, StageRanks
+from r3train.launch.estimate import Held, host_bytes, Model, StageRanks
 from tests.unit.doctor_setups import config_of, diagnose
 
 GIB = 1 << 30
@@ -89,6 +89,19 @@ def rank_of(gib: float) -> StageRanks:
     """A rank that holds so much, and nothing of a microbatch."""
     held = Held(gib * GIB, 0, 0, reference=0, offloaded=0)
     return StageRanks(range(8), held, passes=0, update=0)
+
+
+def test_the_host_of_a_colocated_run_has_room_for_what_ranks_put_there(tiny):
+    model = Model(read_hf_facts(tiny / "model"), config_of(tiny).lora)
+    held = Held(weights=3 * GIB, gradients=5 * GIB, optimizer=4 * GIB, reference=0, offloaded=0)
+    ranks = StageRanks(range(8), held, passes=0, update=0)
+    nccl = config_of(tiny, colocate=True, distributed_backend="nccl")
+    for on_gpus in (True, False):  # a recipe of GPUs is judged by them where there are none
+        host = host_bytes(nccl, model, ranks, 8, on_gpus)
+        assert host["what ranks hold, while servers generate"] == 8 * 7 * GIB
+    for apart in (config_of(tiny, distributed_backend="nccl"), config_of(tiny, colocate=True)):
+        host = host_bytes(apart, model, ranks, 8, on_gpus=False)
+        assert "what ranks hold, while servers generate" not in host
 
 
 @pytest.mark.parametrize("rank_gib, level", [(81, PROBLEM), (75, WARNING), (60, OK)])

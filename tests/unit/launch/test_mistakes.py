@@ -201,7 +201,15 @@ MISTAKES: dict[str, tuple[Make, str]] = {
     ),
     "a reward that Python does not find": (
         flags("--custom-rm-path", "not_to_be_found:share"),
-        "cannot import not_to_be_found: PYTHONPATH must name the directory that it is in",
+        "cannot import not_to_be_found: its directory must be the working directory or in PYTHONPATH",
+    ),
+    "a reward by the name of its file": (
+        flags("--custom-rm-path", "rewards.py:share"),
+        "--custom-rm-path rewards.py:share: a file is named without .py, rewards:share",
+    ),
+    "a label's key that no row has": (
+        flags("--custom-rm-path", "tests.unit.reward_functions:half", "--label-key", "anwser"),
+        "no row has the key anwser (--label-key)",
     ),
     # code of the user
     **{

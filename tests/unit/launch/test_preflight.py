@@ -286,6 +286,16 @@ def test_a_bad_prompt_names_file_and_line(line, message, tiny, tmp_path):
     assert "prompts.jsonl:2" in result.output and message in result.output
 
 
+def test_rows_without_a_label_are_counted_where_a_users_reward_may_need_it(tiny, tmp_path):
+    rows = [{"input": "cat", "label": "x"}] * 2 + [{"input": "cat"}] * 3
+    (tmp_path / "some.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    mine = ["--custom-rm-path", "tests.unit.reward_functions:half", "--dry-run"]
+    result = start(tiny, "--prompt-data", str(tmp_path / "some.jsonl"), *mine)
+    assert result.exit_code == 0, result.output
+    assert "3 of 5 prompts have no label (key label), the first: some.jsonl:3" in result.output
+    assert "have no label" not in start(tiny, *mine).output
+
+
 @pytest.mark.parametrize(
     ("flags", "world_size", "message"),
     [

@@ -170,7 +170,7 @@ def test_16_nodes_are_12_of_torchrun_and_4_of_servers(tmp_path, place):
     assert after(ranks, "--rdzv-id") == "4711-0"
     assert after(ranks, "--rollout-external-engine-addrs") == "ADDRESSES"
     assert ranks[-2:] == ["--use-rollout-routing-replay", "--enable-r3-correctness-check"]
-    assert after(ranks, "--save") == "/shared/runs/a/checkpoints" and "--auto-resume" in ranks
+    assert "--auto-resume" in ranks and "--save" not in ranks
 
 
 def test_a_server_is_told_its_number_on_its_node(tmp_path):
@@ -459,6 +459,15 @@ def test_one_node_saves_resumes_and_logs_each_rank(tmp_path):
     assert after(ranks, "--nproc-per-node") == "4" and after(ranks, "--save-interval") == "5"
     assert after(ranks, "--log-dir") == "/shared/runs/a/logs/slurm-4711-start0/node-$SLURM_NODEID"
     assert after(ranks, "--signal-grace-s") == "100"
+    assert after(ranks, "--save") == "/shared/runs/a/checkpoints"
+
+
+def test_checkpoints_are_where_the_recipe_has_them(tmp_path):
+    of_recipe = {"CONFIG": "olmoe_1b_7b_one_node", "NPROC_PER_NODE": "4"}
+    for interval in ("", "5"):
+        _, (ranks,) = render(tmp_path, "train_single_node", SAVE_INTERVAL=interval, **of_recipe)
+        assert "--auto-resume" in ranks and "--save" not in ranks
+        assert ("--save-interval" in ranks) == bool(interval)
 
 
 WORKER = """
