@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 from pathlib import Path
@@ -68,8 +69,21 @@ async def test_a_guard_that_is_stopped_again_and_again_ends_with_its_tree(tmp_pa
     assert seconds < 1.0 + _BOUND_S and list((tmp_path / "work").iterdir())
 
 
+@pytest.fixture
+def signals_as_by_default():
+    """Under nohup and in a shell's background these are ignored, by children too: a program that has a handler resets them."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGHUP)}
+    for number in before:
+        signal.signal(number, signal.default_int_handler)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.mark.parametrize("how", ["KILL", "INT", "HUP", "ABRT"])
-async def test_a_guard_that_is_killed_ends_its_session_at_once_and_leaves_nothing(tmp_path, how):
+async def test_a_guard_that_is_killed_ends_its_session_at_once_and_leaves_nothing(
+    tmp_path, how, signals_as_by_default
+):
     program = f"""
         (setsid env -i sh -c 'echo > pid$$; trap "" TERM HUP INT; sleep 1000 & wait' &) &
         while [ -z "$(ls)" ]; do sleep 0.01; done
