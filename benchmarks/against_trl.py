@@ -35,7 +35,8 @@ from r3train.engine.server import SGLangServer
 from r3train.verify.tiny import TinyOptions
 
 TRL_PYTHON = ROOT / ".venv-trl" / "bin" / "python"
-WARM_UP = 2
+# the first step, and those that wait for the readings of the first two updates, which every start judges
+WARM_UP = 3
 
 
 @dataclass(frozen=True)
@@ -66,9 +67,9 @@ LONGER = TinyOptions(
     max_position_embeddings=1024,
 )
 SHAPES = {
-    "demo": Shape(TinyOptions(), response=8, steps=14),
-    "longer": Shape(LONGER, response=32, steps=6),
-    "long": Shape(LONGER, response=256, steps=4, prompts=2, prompt_words=150),
+    "demo": Shape(TinyOptions(), response=8, steps=15),
+    "longer": Shape(LONGER, response=32, steps=7),
+    "long": Shape(LONGER, response=256, steps=5, prompts=2, prompt_words=150),
 }
 ASYNC = (
     *"--max-weight-staleness 1 --pause-generation-mode in_place".split(),

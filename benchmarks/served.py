@@ -20,8 +20,8 @@ from benchmarks.tiny_jobs import job_flags, R3, run, step_metrics, tiny_model, t
 from r3train.engine.server import SGLangServer
 
 NO_CLAIM = ("--no-enable-r3-correctness-check",)
-# of a job of each shape
-_COST_STEPS = {"demo": 60, "longer": 14, "long": 8}
+# of a job of each shape: one update is judged in about 40 of these steps
+_COST_STEPS = {"demo": 100, "longer": 45, "long": 12}
 
 
 def main() -> None:
