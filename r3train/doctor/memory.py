@@ -59,7 +59,7 @@ def check_room(config: RunConfig, node: Node) -> Findings:
     if config.r3_check_enabled and model.hf.is_moe:
         free = shutil.disk_usage(existing_parent(run_dir)).free
         yield from check_evidence(config, model, node.world_size, free)
-    host = host_bytes(config, model, fullest, node.num_ranks, bool(node.num_gpus))
+    host = host_bytes(config, model, fullest, node.world_size, node.num_ranks, bool(node.num_gpus))
     available = psutil.virtual_memory().available
     remedy = "fewer ranks, a smaller model, a machine with more memory, or end other programs"
     yield room("memory", "the host", available, host, remedy, margin=_HOST_MARGIN)

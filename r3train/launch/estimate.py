@@ -52,6 +52,10 @@ def amount(num_bytes: float) -> str:
     return f"{num_bytes:.1f} TiB"
 
 
+def gpus_in_words(count: int) -> str:
+    return f"{count} GPU{'s' * (count != 1)}"
+
+
 @dataclass(frozen=True)
 class Parameters:
     """Numbers of parameters: those that tensor ranks split, those that each has whole, and experts'.
@@ -218,9 +222,14 @@ def stages(config: RunConfig, model: Model, world_size: int) -> list[StageRanks]
 
 
 def host_bytes(
-    config: RunConfig, model: Model, fullest: StageRanks, num_ranks: int, on_gpus: bool
+    config: RunConfig,
+    model: Model,
+    fullest: StageRanks,
+    world_size: int,
+    num_ranks: int,
+    on_gpus: bool,
 ) -> dict[str, float]:
-    """Bytes of a node's memory by what holds them, where ``num_ranks`` ranks and their servers run.
+    """Bytes of a node's memory by what holds them, where ``num_ranks`` of all ranks and their servers run.
 
     on_gpus: GPUs are here; a recipe for NCCL is judged as on them.
     """
@@ -239,6 +248,9 @@ def host_bytes(
         host |= {"ranks": fullest.total * num_ranks, "SGLang": 2 * weights * own_servers}
     if own_servers and config.trainer.update_weight_transfer_mode == "shared_memory":
         host["weights for the servers"] = weights
+    if config.checkpoint.async_save:  # each rank writes its part out of memory
+        checkpoint = training_checkpoint_bytes(config, model)
+        host["a checkpoint that is being written"] = checkpoint * num_ranks / world_size
     return host
 
 
@@ -507,7 +519,7 @@ def checked_steps(config: RunConfig) -> int:
 def evidence_text(config: RunConfig, hf: HfModelFacts, world_size: int) -> str:
     """Words for ``evidence_bytes``."""
     summed, whole = evidence_bytes(config, hf, world_size)
-    steps = f"of {checked_steps(config):,} steps on {world_size} ranks"
+    steps = f"of {checked_steps(config):,} steps on {world_size} rank{'s' * (world_size != 1)}"
     if config.sums_evidence:
         return f"about {amount(summed)} {steps}, summed"
     return (

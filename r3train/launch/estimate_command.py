@@ -22,6 +22,7 @@ from r3train.launch.estimate import (
     StageRanks,
     amount,
     estimate_server,
+    gpus_in_words,
     evidence_text,
     route_text,
     server_fraction,
@@ -42,7 +43,11 @@ _WIDTH = 78  # columns of a line, behind the "# " of a dry run
 @click.command(context_settings={"ignore_unknown_options": True})
 @click.argument("recipe", required=False)
 @click.option("--config", "named", metavar="RECIPE", help="RECIPE, as other commands take it.")
-@click.option("--gpus", type=click.IntRange(1), help="GPUs that train.  [default: --world-size]")
+@click.option(
+    "--gpus",
+    type=click.IntRange(1),
+    help="GPUs that train, without those of servers.  [default: --world-size]",
+)
 @click.option(
     "--gpu-memory-gb",
     type=click.FloatRange(min=0, min_open=True),
@@ -166,18 +171,43 @@ def dry_run_lines(
 def _report(
     config: RunConfig, world_size: int, gpu_bytes: float, longest_prompt: int | None = None
 ) -> tuple[list[str], list[Fit], list[str]]:
-    """Return the lines, the topologies that fit, and where none does the smallest and lines about it."""
+    """Return the lines, the topologies that fit, and where none does the smallest and lines about it.
+
+    The first is the one to go on with: the recipe's own, if it fits and its parts take no longer.
+    """
     model, notes = find_model(config)
     most = (1 - MARGIN) * gpu_bytes - _shared(config, gpu_bytes)
     fits, lack = search(config, model, world_size, most, _SHOWN), ""
     if fits[0].fullest.total > most:
         lack = (
-            f"nothing fits {world_size} GPUs of {gpu_bytes / GIGA:,.0f} GB: the smallest needs"
+            f"nothing fits {gpus_in_words(world_size)} of {gpu_bytes / GIGA:,.0f} GB: the smallest needs"
             f" {amount(fits[0].fullest.total)} per rank ({fits[0].name}), and {MARGIN:.0%} of a GPU is"
             " left for CUDA, NCCL and fragments"
         )
+        if not config.lora.enabled:
+            lack += "; adapters (--lora-rank 16) and a lower --max-tokens-per-gpu need less"
+    elif _keeps_topology(config, model, world_size, gpu_bytes, most, fits[0]):
+        given = fullest_rank(config, model, world_size)
+        fits = [given, *(fit for fit in fits if fit.name != given.name)]
     lines = _lines(config, model, world_size, gpu_bytes, [] if lack else fits, longest_prompt)
     return [*_wrapped(notes), *lines], fits, [*_wrapped([lack])]
+
+
+def _keeps_topology(
+    config: RunConfig, model: Model, world_size: int, gpu_bytes: float, most: float, other: Fit
+) -> bool:
+    """Return True if the recipe's own topology fits, and the parts of a step take no longer than with ``other``."""
+    try:
+        given = fullest_rank(config, model, world_size)
+    except ConfigError:
+        return False
+    server = estimate_server(config, model, gpu_bytes)
+
+    def seconds(fit: Fit) -> float:
+        time = step_time(fit.config, model, fit.fullest.held, server, world_size, gpu_bytes)
+        return sum(part_s for _, part_s, _ in time.parts)
+
+    return given.fullest.total <= most and seconds(given) <= seconds(other)
 
 
 def _shared(config: RunConfig, gpu_bytes: float) -> float:
@@ -215,7 +245,7 @@ def _lines(
         timed = [given, *fits]
     rows += [_row("fits", fit, fit.fullest, gpu_bytes) for fit in fits]
     text.append(
-        f"{world_size} GPUs of {gpu_bytes / GIGA:,.0f} GB ({amount(gpu_bytes)}) train; GiB per rank, not measured,"
+        f"{gpus_in_words(world_size)} of {gpu_bytes / GIGA:,.0f} GB ({amount(gpu_bytes)}) for training; GiB per rank, not measured,"
         " estimated within 15% (r3train docs gpus):"
     )
     yield from _wrapped(text)
@@ -270,7 +300,10 @@ def _elsewhere(config: RunConfig, model: Model, world_size: int) -> Iterator[str
         one = training_checkpoint_bytes(config, model)
         # the new one is complete before the old one goes
         kept = (config.checkpoint.save_keep_last or 2) + 1
-        yield f"a training checkpoint: {amount(one)}, {kept} of them {amount(kept * one)} on disk"
+        text = f"a training checkpoint: {amount(one)}, {kept} of them {amount(kept * one)} on disk"
+        if config.checkpoint.async_save:
+            text += f"; {amount(one)} of the hosts' memory while it is written (--async-save)"
+        yield text
 
 
 def _time_lines(config: RunConfig, fit: Fit, time: StepTime, *, with_parts: bool) -> Iterator[str]:
@@ -287,9 +320,10 @@ def _time_lines(config: RunConfig, fit: Fit, time: StepTime, *, with_parts: bool
 def _server_lines(config: RunConfig, server: ServerEstimate, gpu_bytes: float) -> Iterator[str]:
     share = min(1.0, server.pool_tokens / server.needed_tokens)
     verdict = "all fit" if share == 1 else f"{share:.0%} fit, the others wait or are computed again"
-    where = "colocated with the ranks, " if config.rollout.colocate else ""
+    where = "" if "base_gpu_id" in config.rollout.sglang else "besides the GPUs that train, "
+    where = "colocated with the ranks, " if config.rollout.colocate else where
     yield (
-        f"each server, {where}of {server.gpus} GPU{'s' * (server.gpus != 1)}: weights"
+        f"each server, {where}of {gpus_in_words(server.gpus)}: weights"
         f" {amount(server.weights)} per GPU, a pool of {server.pool_tokens:,} tokens;"
         f" {server.in_flight:,} requests at their full length need {server.needed_tokens:,}: {verdict}"
     )

@@ -187,7 +187,8 @@ def little_memory(
         fullest = max(stages(config, model, world_size), key=lambda stage: stage.total)
     except ValueError:  # which other checks refuse
         return None
-    needed = sum(host_bytes(config, model, fullest, num_ranks, bool(visible_gpus())).values())
+    on_gpus = bool(visible_gpus())
+    needed = sum(host_bytes(config, model, fullest, world_size, num_ranks, on_gpus).values())
     memory, swap = psutil.virtual_memory(), psutil.swap_memory()
     if memory.available >= needed:
         return None

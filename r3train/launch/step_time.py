@@ -6,7 +6,15 @@ from dataclasses import dataclass
 
 from r3train.config import RunConfig
 from r3train.families import has_fused_experts, tensor_shapes
-from r3train.launch.estimate import amount, GIGA, Held, Model, OFFLOADED_BYTES, ServerEstimate
+from r3train.launch.estimate import (
+    amount,
+    GIGA,
+    gpus_in_words,
+    Held,
+    Model,
+    OFFLOADED_BYTES,
+    ServerEstimate,
+)
 from r3train.launch.estimate import value_bytes
 from r3train.loop.throughput import active_parameters, attention_width, forward_passes
 
@@ -64,7 +72,7 @@ def step_time(
         publish = _by_memory(config, model, weights, server.gpus)
     else:
         publish = weights / _SENT[mode]
-    size = f"{servers} x {server.gpus} GPUs, {at_once:,.0f} answers at once on each"
+    size = f"{servers} x {gpus_in_words(server.gpus)}, {at_once:,.0f} answers at once on each"
     rate = f"{flops / 1e12:.0f} TFLOP/s a GPU"
     parts = [
         ("generation", generation, f"{size}; ends with the longest, {longest:,} tokens"),

@@ -22,6 +22,7 @@ from r3train.hf_checkpoint import read_headers
 from r3train.families.published import PUBLISHED
 from r3train.launch.estimate import (
     estimate_server,
+    gpus_in_words,
     longest_sample,
     Model,
     ServerEstimate,
@@ -128,7 +129,7 @@ def test_a_recipes_head_says_what_a_step_of_it_is_estimated_to_take(recipe):
     rollout = config.rollout
     servers = len(rollout.rollout_external_engine_addrs) or rollout.rollout_num_engines
     line = (
-        f"# A step, estimated with {servers} x {server.gpus} GPUs that serve: {time.seconds:.0f} s,"
+        f"# A step, estimated with {servers} x {gpus_in_words(server.gpus)} to serve: {time.seconds:.0f} s,"
         f" {time.rate:,.0f} tokens/s/GPU; a rank's peak is {fullest.total / 2**30:.0f} GiB."
     )
     head = recipe.path.read_text().split("[model]")[0].splitlines()

@@ -11,7 +11,13 @@ from r3train.doctor import doctor_command, memory
 from r3train.doctor.machine import Node
 from r3train.doctor.finding import OK, PROBLEM, WARNING, Finding
 from r3train.families.published import PUBLISHED
-from r3train.launch.estimate import Held, host_bytes, Model, StageRanks
+from r3train.launch.estimate import (
+    Held,
+    host_bytes,
+    Model,
+    StageRanks,
+    training_checkpoint_bytes,
+)
 from tests.unit.doctor_setups import config_of, diagnose
 
 GIB = 1 << 30
@@ -97,11 +103,22 @@ def test_the_host_of_a_colocated_run_has_room_for_what_ranks_put_there(tiny):
     ranks = StageRanks(range(8), held, passes=0, update=0)
     nccl = config_of(tiny, colocate=True, distributed_backend="nccl")
     for on_gpus in (True, False):  # a recipe of GPUs is judged by them where there are none
-        host = host_bytes(nccl, model, ranks, 8, on_gpus)
+        host = host_bytes(nccl, model, ranks, 8, 8, on_gpus)
         assert host["what ranks hold, while servers generate"] == 8 * 7 * GIB
     for apart in (config_of(tiny, distributed_backend="nccl"), config_of(tiny, colocate=True)):
-        host = host_bytes(apart, model, ranks, 8, on_gpus=False)
+        host = host_bytes(apart, model, ranks, 8, 8, on_gpus=False)
         assert "what ranks hold, while servers generate" not in host
+
+
+def test_a_node_holds_its_ranks_part_of_a_checkpoint_that_is_written_while_training_goes_on(tiny):
+    model = Model(read_hf_facts(tiny / "model"), config_of(tiny).lora)
+    kept = [
+        sum(host_bytes(config, model, rank_of(1), 16, 4, on_gpus=True).values())
+        for config in (
+            config_of(tiny, save=str(tiny / "saved"), async_save=on) for on in (True, False)
+        )
+    ]
+    assert kept[0] - kept[1] == training_checkpoint_bytes(config_of(tiny), model) / 4
 
 
 @pytest.mark.parametrize("rank_gib, level", [(81, PROBLEM), (75, WARNING), (60, OK)])

@@ -63,7 +63,7 @@ def test_a_bare_name_and_two_numbers_are_enough():
     for part in (
         "routes on the host of rank 0: 384 B",
         "evidence on disk",
-        "each server, of 2 GPUs",
+        "each server, besides the GPUs that train, of 2 GPUs",
         "estimated within 15%",
     ):
         assert part in text
@@ -122,6 +122,16 @@ def test_the_command_to_go_on_with_makes_the_topology_that_is_recommended(words,
     most = 0.9 * 80e9
     (fit,) = search(config, model, pasted.run.world_size, most, 1)
     assert pasted.parallel == fit.config.parallel and again.fullest == fit.fullest
+
+
+def test_the_recipes_own_topology_is_recommended_where_no_other_is_faster():
+    words = ("olmoe_1b_7b_one_gpu", "--gpus", 1, "--gpu-memory-gb", 24)
+    command = run(*words, "--lora-rank", 16).partition("to go on with ")[2]
+    assert "--lora-rank 16" in command and "recompute-" not in command and "offload=" not in command
+    # without recomputation a step is faster
+    assert "--recompute-granularity none" in run(*words[:3], "--gpu-memory-gb", 80)
+    assert "1 GPU of 24 GB: the smallest" in (output := run(*words, code=1))
+    assert "adapters (--lora-rank 16)" in " ".join(output.split())
 
 
 def test_a_topology_that_the_recipe_cannot_have_is_named_and_others_are_found():

@@ -109,10 +109,10 @@ def test_a_dry_run_estimates_every_rank_and_its_servers(tiny):
     assert first[2:4] == ["PP2", "0-0"] and last[2:4] == ["PP2", "1-1"]
     found = " ".join(line.removeprefix("# ").strip() for line in lines)
     for text in (
-        "2 GPUs of 40 GB (37.3 GiB) train",
+        "2 GPUs of 40 GB (37.3 GiB) for training",
         "routes on the host of rank 0: 8 B per token",
         "evidence on disk, below the run directory: at most ",
-        "each server, of 1 GPU: weights",
+        "each server, besides the GPUs that train, of 1 GPU: weights",
         "a pool of 8,192 tokens; 128 requests",
         "assumed: --sglang-tp-size; 0.30 of 37.3 GiB",
     ):
