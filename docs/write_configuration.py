@@ -31,7 +31,7 @@ A run is described by one TOML file and any flags: `r3train train --config FILE.
 A field is a flag with dashes for underscores (`num_rollout`, `--num-rollout`), and flags win over
 the file. The heading of a section names its TOML table. A switch is turned off with `--no-` before
 its name. `none` unsets a field that may be unset. A list takes several values, commas or both.
-`--dry-run` checks everything, prints the resolved configuration and stops; every run saves its own.
+`--dry-run` checks everything, prints the settings that are not at their defaults, and stops; every run saves all of its own.
 
 Three tables take names of Megatron and SGLang:
 

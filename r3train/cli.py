@@ -175,7 +175,7 @@ def _is_run(name: str) -> bool:
 def explain(name: str) -> None:
     """Say all about the setting NAME: --tis-clip, tis_clip and algorithm.tis_clip are the same one.
 
-    Of a run directory, say what its log-prob gap is made of: which part dominates, since when, and which settings
+    Of a metric, such as train/ess, say what it means.  Of a run directory, say what its log-prob gap is made of: which part dominates, since when, and which settings
     act on it.
     """
     if _is_run(name):
@@ -189,7 +189,11 @@ def explain(name: str) -> None:
         return
     from r3train.config.help_text import explained, find_setting
     from r3train.config.options import usage_errors
+    from r3train.observe.metric_table import row_of
 
+    if "/" in name and (metric := row_of(name)) is not None:
+        click.echo(f"{name}: {metric.meaning}" + (f" [{metric.unit}]" if metric.unit else ""))
+        return
     with usage_errors():
         place = find_setting(name)
     width = min(shutil.get_terminal_size().columns, 100)

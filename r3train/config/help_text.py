@@ -210,7 +210,10 @@ def find_setting(name: str) -> Place:
     if place is None and word in sections():
         raise ConfigError(f"{name}: a section: r3train train --help {word} shows its settings")
     if place is None:
-        raise ConfigError(f"{name}: no such setting.{nearest(key, _places())}")
+        named = [each for each in _places() if f"_{key}_" in f"_{each}_"]
+        hint = f" These have it in their name: {', '.join(named)}." if named else ""
+        hint = nearest(key, ()) or hint or nearest(key, _places())
+        raise ConfigError(f"{name}: no such setting.{hint}")
     if section not in ("", place.section):
         raise ConfigError(f"{name}: no such setting. Did you mean {place.section}.{key}?")
     return place

@@ -34,6 +34,7 @@ from r3train.config.sources import (
     FILE_FIELD,
     closest,
     flag_name,
+    misspelt,
     Place,
     nearest,
     places,
@@ -130,7 +131,8 @@ class TrainCommand(click.Command):
                 names = [each[2:] for each in params]
                 near = closest(flag[2:], names, 0.8).replace("mean ", "mean '--").replace("?", "'?")
                 name = flag[2:].replace("-", "_")
-                answer = removed(flag, ctx.info_name or "") or ANSWERS.get(name) or near
+                answer = removed(flag, ctx.info_name or "") or ANSWERS.get(name)
+                answer = answer or near or misspelt(name)
                 flags_by_answer.setdefault(answer.strip(), []).append(f"'{flag}'")
             elif param is None and not in_list and re.fullmatch(r"-[a-z][\w-]+", flag):
                 problems.append(f"{flag}: flags begin with two dashes: -{flag}")

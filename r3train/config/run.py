@@ -41,7 +41,7 @@ class RunSection(Section):
     run_name: str = Field(default="r3train", pattern=FILE_NAME, max_length=100)
     """Name in the run directory and in titles, of at most 100 characters."""
     dry_run: bool = False
-    """Check everything, print the resolved configuration and what a run would do, and stop."""
+    """Check everything, print the settings that are not at their defaults and what a run would do, and stop."""
     world_size: int | None = Field(default=None, ge=1)
     """Number of ranks of all nodes that r3train train starts, or that a --dry-run counts."""
     estimate: Annotated[bool, only_with("dry_run")] = False
@@ -400,6 +400,11 @@ class RunConfig(Section):
     def to_toml(self) -> str:
         """The resolved configuration as TOML that ``from_toml`` reads back to an equal one."""
         return sources.to_toml(self)
+
+    def given_toml(self) -> str:
+        """The same of the settings that are not at their defaults, for a reader."""
+        head = "# settings that are not at their defaults (r3train docs configuration has all)\n"
+        return head + sources.to_toml(self, exclude_defaults=True)
 
 
 def _first(value: Any, default: Any) -> Any:

@@ -105,7 +105,9 @@ def nearest(name: str, known: Iterable[str], likeness: float = 0.8) -> str:
     """
     if instead := removed(name):
         return instead
-    return f" {ANSWERS[name]}" if name in ANSWERS else closest(name, known, likeness)
+    if name in ANSWERS:
+        return f" {ANSWERS[name]}"
+    return closest(name, known, likeness) or misspelt(name)
 
 
 def closest(name: str, known: Iterable[str], likeness: float = 0.6) -> str:
@@ -117,6 +119,12 @@ def closest(name: str, known: Iterable[str], likeness: float = 0.6) -> str:
     begun = [other for other in known if len(name) > 3 and other.startswith(name)]
     close = begun or difflib.get_close_matches(name, known, n=1, cutoff=likeness)
     return f" Did you mean {close[0]}?" if close else ""
+
+
+def misspelt(name: str) -> str:
+    """Return what is said of another framework's setting that is nearly of this name, or an empty text."""
+    close = difflib.get_close_matches(name, ANSWERS, n=1, cutoff=0.9)
+    return f" Did you mean {close[0]}? {ANSWERS[close[0]]}" if close else ""
 
 
 def merge(
@@ -278,6 +286,7 @@ def _readable(
     return "\n".join(dict.fromkeys(lines))
 
 
-def to_toml(config: RunConfig) -> str:
+def to_toml(config: RunConfig, *, exclude_defaults: bool = False) -> str:
     """Return the configuration as TOML, without unset fields: TOML has no null."""
-    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
+    fields = config.model_dump(mode="json", exclude_none=True, exclude_defaults=exclude_defaults)
+    return tomli_w.dumps(fields)

@@ -53,7 +53,8 @@ class TrainerSection(Section):
     """Any other field of Megatron's OptimizerConfig, such as optimizer_cpu_offload; a dtype is fp32,
     bf16, fp16 or fp8."""
     lr: float = Field(default=1e-6, ge=0)
-    """Learning rate."""
+    """Learning rate.  1e-6 is usual for all weights of a pretrained model, 1e-5 for adapters, 1e-3 for a tiny
+    random model."""
     min_lr: Annotated[float, at_most("lr")] = Field(default=0.0, ge=0)
     """Learning rate at the end of a decay."""
     lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"

@@ -251,7 +251,7 @@ def unknown_tokens(prompts: Sequence[Prompt], unknown: int | None) -> str | None
     if shares.min() == 1.0:
         raise ValueError(
             f"every token of all {len(prompts)} prompts is the tokenizer's unknown token ({unknown}):"
-            " it is no tokenizer for this text"
+            " it is no tokenizer for this text (of a tiny model: r3train make-tiny-model --tokenizer-from FILE)"
         )
     (bad,) = np.nonzero(shares > _UNKNOWN_SHARE)
     if not bad.size:

@@ -51,7 +51,7 @@ def evaluate_command(checkpoint: Path, flags: tuple[str, ...]) -> None:
         server_gpus_here(config, num_ranks=0)
         job = preflight_evaluation(config)
     if config.run.dry_run:
-        click.echo(config.to_toml())
+        click.echo(config.given_toml())
         job.close()
         return
     with ExitStack() as claims:

@@ -102,7 +102,7 @@ def serve(
             api_key=engine_api_key(os.environ),
         )
     if config.run.dry_run:
-        click.echo(f"{config.to_toml()}\n# {shlex.join(server.command())}")
+        click.echo(f"{config.given_toml()}\n# {shlex.join(server.command())}")
         return
     _serve(server, None if is_follower(server_args) else address_file)
 

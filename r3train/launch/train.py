@@ -108,7 +108,7 @@ def show_dry_run(config: RunConfig, world_size: int, num_ranks: int | None = Non
         job.close()
     if config.run.estimate:
         lines += dry_run_lines(config, world_size, gpus_here()[1], longest)
-    click.echo(config.to_toml())
+    click.echo(config.given_toml())
     click.echo("\n".join(f"# {line}" for line in lines))
     for warning in warnings:  # last: the configuration fills more than a screen
         click.secho(str(warning), fg="yellow", err=True)
@@ -323,6 +323,7 @@ def generate(job: Job, rank: int, run_dir: Path, display, stop, parts: ExitStack
 def finish(config: RunConfig, run_dir: Path, began: float, stopped: str | None = None) -> dict:
     """Draw the plot; returns the numbers of the summary.  stopped: the signal that has ended the run."""
     from r3train.observe.metrics import (
+        cut_answers,
         nothing_learned,
         numbers as numbers_by_step,
         read_metrics,
@@ -341,6 +342,8 @@ def finish(config: RunConfig, run_dir: Path, began: float, stopped: str | None =
             numbers["loss"] = f"{losses[0]:.4f} -> {losses[-1]:.4f}"
     elif reason := nothing_learned(records):
         numbers["nothing was learned"] = reason
+    if cut := cut_answers(records):
+        numbers["answers cut"] = cut
     times = {"wall_s": wall_s, "steps_s": steps_s(records, since=time.time() - wall_s)}
     if not (stopped or times["steps_s"] or config.checkpoint.debug_rollout_only):
         last = config.rollout.num_rollout

@@ -97,11 +97,22 @@ def test_defaults_are_written_as_in_a_file():
         (("explain", "trainer.tis_clip"), "no such setting. Did you mean algorithm.tis_clip?"),
         (("explain", "use_kl_loss"), "no such setting. Here it is kl_loss_coef above 0."),
         (("explain", "lora"), "a section: r3train train --help lora shows its settings"),
+        (
+            ("explain", "learning_rte"),
+            "no such setting. Did you mean learning_rate? Here it is lr.",
+        ),
+        (("explain", "wandb"), "in their name: use_wandb, wandb_project, wandb_group, wandb_team,"),
+        (("explain", "rollout/unheard_of"), "no such setting"),
         (("docs", "model"), "no such page. Did you mean models?"),
     ],
 )
 def test_an_unknown_name_is_answered_with_the_nearest(words, said):
     assert said in " ".join(asked(*words, code=2).split())
+
+
+def test_a_metric_is_explained_with_its_unit():
+    output = asked("explain", "rollout/truncated_share")
+    assert output.startswith("rollout/truncated_share: ") and output.endswith(" [share]\n")
 
 
 def test_a_setting_is_explained_by_any_of_its_names():

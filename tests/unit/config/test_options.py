@@ -236,6 +236,7 @@ def test_transformer_overrides_take_names_and_typed_values():
             "--eval-prompt-data: 'data/a.jsonl' is no name of an evaluation set: expected a name and",
         ),
         ("--moe-zzz-qqq 1", "--transformer-override NAME=VALUE"),
+        ("--learning-rte 1", "'--learning-rte'. Did you mean learning_rate? Here it is lr."),
         ("--optimizer adan", "Did you mean adam?"),
         ("--lr fast", "'--lr': 'fast' is not a number."),
         ("--num-rollout 1.5", "'--num-rollout': '1.5' is not an integer."),
