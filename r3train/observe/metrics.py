@@ -219,6 +219,14 @@ def nothing_learned(records: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
+def cut_answers(records: Sequence[Mapping[str, Any]]) -> str:
+    """The share of answers that were cut in the last tenth of a run, in words, where it is most of them; else ""."""
+    _, shares = numbers(records, "rollout/truncated_share")
+    tenth = max(1, len(shares) // 10)
+    share = sum(shares[-tenth:]) / tenth
+    return f"{share:.0%} of the last tenth (--rollout-max-response-len)" if share > 0.5 else ""
+
+
 class RolloutsWithoutAdvantage:
     """Counts the rollouts in a row in which no sample had an advantage."""
 

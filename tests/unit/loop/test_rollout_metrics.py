@@ -16,7 +16,7 @@ from r3train.loop.rollout_source import RolloutSource
 from r3train.loop.step_metrics import gap_warning, rollout_metrics, train_metrics
 from r3train.loop.rollouts_only import generate_only
 from r3train.loop.stop import StopSignal
-from r3train.observe.metrics import RolloutsWithoutAdvantage, nothing_learned
+from r3train.observe.metrics import RolloutsWithoutAdvantage, cut_answers, nothing_learned
 
 
 def metrics(groups):
@@ -111,6 +111,12 @@ def test_rollouts_in_a_row_without_an_advantage_are_said_while_they_happen():
     assert "no sample of the last 3 rollouts had an advantage" in said[5]
     assert "in the last from 0.5 to 1.0" in said[5]
     assert not any(count.warning({"step": n}) for n in range(9)), "rollouts without the count"
+
+
+def test_a_run_says_in_the_end_that_most_answers_were_cut():
+    rise = [{"step": n, "rollout/truncated_share": n / 19} for n in range(20)]
+    assert cut_answers(rise).startswith("97% of the last tenth")
+    assert cut_answers(rise[::-1]) == cut_answers(rise[:10]) == cut_answers([{"step": 0}]) == ""
 
 
 def test_a_run_without_an_advantage_says_that_nothing_was_learned():
