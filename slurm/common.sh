@@ -108,8 +108,8 @@ server_beside_ranks() {
 }
 
 # Refuse what the ranks would refuse, before servers load for minutes: flags, ranks on so many nodes that the recipe's
-# parallel sizes do not divide, servers on GPUs that the ranks take or that no node has.  Where r3train is in a container
-# only, the ranks do.  Arguments: nodes that train, flags of train_async.py.
+# parallel sizes do not divide, servers on GPUs that the ranks take or that no node has, a reward that cannot be
+# imported.  Where r3train is in a container only, the ranks do.  Arguments: nodes that train, flags of train_async.py.
 check_topology() {
     [[ -x $BIN/r3train && -x $BIN/python && $NPROC_PER_NODE =~ ^[0-9]+$ ]] || return 0
     "$BIN/python" - "$node_gpus" "$NPROC_PER_NODE" "$@" <<'EOF' || exit 2
@@ -118,12 +118,16 @@ import sys
 from r3train.config.cross_checks import check_static
 from r3train.config.options import parse_train_flags
 from r3train.launch.gpus import server_gpus
+from r3train.user_code import find_modules_here, import_user_code
 
 gpus, ranks, nodes = map(int, sys.argv[1:4])
 try:
     config = parse_train_flags(sys.argv[4:], prog_name="train_async.py")
     check_static(config, ranks * nodes)
     server_gpus(config, num_ranks=ranks, num_visible=gpus)
+    find_modules_here()
+    if config.data.custom_rm_path is not None:
+        import_user_code("--custom-rm-path", config.data.custom_rm_path)
 except Exception as error:
     sys.exit(f"{ranks} ranks on each of {nodes} nodes: {error}")
 EOF

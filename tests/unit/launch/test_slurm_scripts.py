@@ -316,8 +316,9 @@ def test_what_ranks_would_refuse_is_refused_before_a_job_has_started_anything(
     for how in ({}, {"RENDER": "", "RUN_DIR": str(tmp_path / "run")}):
         done, words = render(tmp_path, script, nodes=2, **HERE, **given, **how)
         assert done.returncode == 2 and not words and said in done.stderr, done.stderr
-    done, words = render(tmp_path, script, "--no-such-flag", nodes=2, **HERE)
-    assert done.returncode == 2 and "--no-such-flag" in done.stderr and not words
+    for flags in (["--no-such-flag"], ["--custom-rm-path", "no_such_module:reward"]):
+        done, words = render(tmp_path, script, *flags, nodes=2, **HERE)
+        assert done.returncode == 2 and flags[-1] in done.stderr and not words
     done, words = render(tmp_path, script, nodes=2, **HERE)
     assert done.returncode == 0 and words, done.stderr
 
