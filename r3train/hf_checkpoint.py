@@ -11,7 +11,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -28,9 +28,12 @@ from r3train.config.lora_settings import LoraSection
 from r3train.families import (
     FAMILIES,
     float32_tensors,
+    FP8_BLOCK,
+    FP8_SCALE,
     has_fused_experts,
     is_of_text_and_images,
     model_type_of,
+    quantised_tensors,
     tensor_shapes,
 )
 
@@ -89,9 +92,9 @@ def kind_of(tensor: torch.Tensor) -> TensorKind:
 # names of dtypes in safetensors headers; others do not occur among weights that are trained
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _TRAINED_DTYPES = tuple(_DTYPES.values())
-SAFETENSORS_DTYPES = {dtype: name for name, dtype in _DTYPES.items()}  # of weights that are trained
 _DTYPES |= {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "U8": "uint8", "I8": "int8"}
 _DTYPES |= {"I16": "int16", "I32": "int32", "I64": "int64", "BOOL": "bool"}
+SAFETENSORS_DTYPES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -213,15 +216,26 @@ class WeightIndex:
 
     Left out are layers beyond the model's own (multi-token prediction, which no server loads as part
     of the model), a vision tower, a tied output layer and rotary frequencies.  An update may be in the run's
-    ``dtype`` or in float32, in which Megatron keeps expert biases; never in a narrower one.
-    With LoRA an update after the first brings the adapted tensors only.
+    ``dtype`` or in float32, in which Megatron keeps expert biases; never in a narrower one, but those in
+    ``quantised`` come in blocks of fp8.  With LoRA an update after the first brings the adapted tensors only.
     """
 
-    def __init__(self, hf: HfModelFacts, dtype: str, lora: LoraSection = LoraSection()) -> None:
+    def __init__(
+        self,
+        hf: HfModelFacts,
+        dtype: str,
+        lora: LoraSection = LoraSection(),
+        quantised: Set[str] = frozenset(),
+    ) -> None:
         self._path = hf.path
         self._dtypes = {dtype, "float32"}
         self._kinds = trained_tensors(hf)
-        self._targets = lora.targets(self._kinds) if lora.enabled else frozenset()
+        targets = lora.targets(self._kinds) if lora.enabled else frozenset()
+        self._quantised = {n: TensorKind(self._kinds[n].shape, "float8_e4m3fn") for n in quantised}
+        for name, kind in self._quantised.items():
+            blocks = tuple(-(-size // FP8_BLOCK) for size in kind.shape)
+            self._kinds |= {name: kind, name + FP8_SCALE: TensorKind(blocks, "float32")}
+        self._targets = targets | {name + FP8_SCALE for name in targets & quantised}
 
     def require(
         self,
@@ -248,10 +262,11 @@ class WeightIndex:
                 raise ValueError(f"{update} {', '.join(first)}{more} {what}")
         for name, kind in wanted.items():
             got = sent[name]
-            if got.shape != kind.shape or got.dtype not in self._dtypes:
-                dtypes = " or ".join(sorted(self._dtypes))
+            dtypes = {kind.dtype} if name in self._quantised else self._dtypes
+            if got.shape != kind.shape or got.dtype not in dtypes:
+                wanted_dtypes = " or ".join(sorted(dtypes))
                 raise ValueError(
-                    f"{update} {name} was sent as {got}, expected {dtypes} {list(kind.shape)}"
+                    f"{update} {name} was sent as {got}, expected {wanted_dtypes} {list(kind.shape)}"
                 )
         expected = sum(kind.num_bytes for kind in sent.values())
         if num_bytes != expected:
@@ -357,6 +372,32 @@ def copy_all_but_weights(hf_checkpoint: Path, directory: Path) -> None:
             shutil.copyfile(source, directory / name)
 
 
+def write_fp8_checkpoint(hf: HfModelFacts, directory: Path) -> None:
+    """Write a checkpoint with its linears in blocks of fp8; an earlier one is replaced once the new one is whole."""
+    from r3train.fp8_blocks import as_served  # it imports torch
+
+    names = quantised_tensors(hf)
+    whole = (name.removesuffix(".weight") for name in trained_tensors(hf) if "kv_b_proj" in name)
+    with replaced_directory(directory) as partial:
+        copy_all_but_weights(hf.path, partial)
+        write_shards(as_served(_tensors(hf.path), names), partial, shard_bytes=SHARD_BYTES)
+        config = dict(load_json_object(partial / "config.json"))
+        config["quantization_config"] = {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
+            "modules_to_not_convert": sorted(whole),
+        }
+        (partial / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+
+
+def _tensors(checkpoint: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    for file in weight_files(checkpoint):
+        with safe_open(file, "pt") as shard:
+            yield from ((name, shard.get_tensor(name)) for name in shard.keys())
+
+
 def check_export_directory(directory: Path, hf_checkpoint: Path) -> None:
     """Raise ValueError for a directory whose content an export must not replace."""
     if directory.resolve() == hf_checkpoint.resolve():
@@ -397,11 +438,9 @@ def _left_alone(hf_checkpoint: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors that nobody trains and every export needs: those of a vision tower."""
     if not is_of_text_and_images(model_type_of(hf_checkpoint)):
         return
-    for file in weight_files(hf_checkpoint):
-        with safe_open(file, "pt") as shard:
-            for name in shard.keys():
-                if name.startswith(_VISION):
-                    yield name, shard.get_tensor(name)
+    yield from (
+        (name, tensor) for name, tensor in _tensors(hf_checkpoint) if name.startswith(_VISION)
+    )
 
 
 def write_marker(directory: Path, facts: Mapping[str, Any]) -> None:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from r3train.config.evaluation_settings import EvalDataset
 from r3train.config.hf_facts import HfModelFacts
+from r3train.config.fp8_checks import model_fp8_conflicts
 from r3train.config.lora_checks import model_lora_conflicts
 from r3train.config.pipeline_layout import parse_pipeline_layout
 from r3train.config.requirements import Condition, Requirement
@@ -82,6 +83,7 @@ def check_model(config: RunConfig, hf: HfModelFacts, world_size: int) -> None:
             *_model_fusions(config, hf),
             *_model_replay(config, hf),
             *model_lora_conflicts(config, hf),
+            *model_fp8_conflicts(config, hf),
         ]
     )
 

@@ -163,6 +163,18 @@ class RolloutSection(Section):
         _LOCAL_SERVERS_ONLY,
     ] = Field(default=1, ge=1)
     """Servers to start.  A prompt goes with all its samples to the least loaded one."""
+    rollout_weights: Annotated[
+        Literal["same", "fp8"],
+        requires("bf16: SGLang multiplies fp8 by bfloat16 activations alone", when="fp8"),
+        requires("has_engines", when="fp8"),
+        excludes(
+            "rollout_external_engine_addrs: they would have to start from a checkpoint that the run writes",
+            when="fp8",
+        ),
+        excludes("lora_serving = adapter: adapters were not seen on servers of fp8", when="fp8"),
+    ] = "same"
+    """Form of the weights on the servers.  same: the actor's.  fp8: linears of attention, MLPs and experts in
+    blocks of 128 x 128 numbers with a scale each, half of the memory; the rest stays bfloat16."""
     environment: Annotated[str | None, excludes("learns_conversations: nothing is generated")] = (
         None
     )

@@ -366,6 +366,15 @@ class RunConfig(Section):
         return self.has_engines and self.lora.enabled and self.lora.lora_serving == "adapter"
 
     @property
+    def serves_fp8(self) -> bool:
+        """True when servers hold linears in blocks of fp8."""
+        return self.has_engines and self.rollout.rollout_weights == "fp8"
+
+    def served_checkpoint(self, run_dir: Path) -> Path:
+        """The checkpoint that the run's servers start from."""
+        return run_dir / "served" if self.serves_fp8 else self.model.hf_checkpoint
+
+    @property
     def reference_is_base(self) -> bool:
         """True when the KL reference is the actor with its adapters switched off."""
         return self.lora.enabled and self.ref_checkpoint == self.model.hf_checkpoint

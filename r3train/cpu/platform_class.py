@@ -105,6 +105,7 @@ class TorchCpuPlatform(CpuSRTPlatform):
         from sglang.srt.layers.attention.attention_registry import register_attention_backend
         from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
 
+        from r3train.cpu.sglang_fp8 import serve_fp8_blocks
         from r3train.cpu.sglang_lora import serve_adapters
 
         note("SGLang's memory for hosts", "its own pins memory through CUDA")
@@ -113,6 +114,7 @@ class TorchCpuPlatform(CpuSRTPlatform):
             note(f"SGLang's attention {name}", "it loops over requests, or is a triton kernel")
             register_attention_backend(name)(make)
         _allow_latent_attention()
+        serve_fp8_blocks()
         # this is called in the middle of imports, and before SGLang's own settings can be asked for
         if "--enable-lora" in sys.argv:
             serve_adapters()

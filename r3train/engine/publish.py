@@ -88,9 +88,9 @@ def buckets(
     together: Iterable[tuple[str, str]] = (),
     fused_experts: bool = False,
 ) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """Group tensors, in order, into buckets of one dtype and at most ``bucket_bytes``.
+    """Group tensors, in order, into buckets of at most ``bucket_bytes``.
 
-    A tensor larger than that is a bucket of its own.  One dtype a bucket keeps every tensor
+    A tensor larger than that is a bucket of its own.  A bucket ends where the next tensor would not be
     aligned inside the flattened bytes, which the receiving side insists on.  The first of a pair of
     ``together`` waits for the second: no bucket ends between them.
     """
@@ -99,7 +99,7 @@ def buckets(
     checked = ((check_name(name, fused_experts), tensor) for name, tensor in named_tensors)
     for unit in _units(checked, together):
         unit_bytes = sum(tensor.nbytes for _, tensor in unit)
-        if bucket and (size + unit_bytes > bucket_bytes or unit[0][1].dtype != bucket[0][1].dtype):
+        if bucket and (size + unit_bytes > bucket_bytes or size % unit[0][1].itemsize):
             yield bucket
             bucket, size = [], 0
         bucket.extend(unit)

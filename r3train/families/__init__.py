@@ -15,7 +15,7 @@ from pkgutil import iter_modules
 from r3train.config.hf_facts import HfModelFacts, load_model_config
 from r3train.families.family import Family, model_weights
 from r3train.families.tiny_options import TinyModel, TinyOptions
-from r3train.families.weights import ModelWeights, Shape
+from r3train.families.weights import ModelWeights, Shape, Weight
 
 # modules of this room that are no family
 _SHARED = ("checks", "family", "weight_rows", "tiny_options", "transformer", "weights")
@@ -33,6 +33,8 @@ TINY_MODELS: dict[str, TinyModel] = {
     name: model for family in FAMILIES.values() for name, model in family.tiny.items()
 }
 _DENSE = "qwen3"
+# a matrix in fp8 has a scale for each block of so many rows and columns, in the tensor NAME + FP8_SCALE
+FP8_BLOCK, FP8_SCALE = 128, "_scale_inv"
 # those with experts, by which they are asked for
 TINY_NAMES = tuple(name for name in TINY_MODELS if name != _DENSE)
 
@@ -56,6 +58,26 @@ def float32_tensors(hf: HfModelFacts) -> Set[str]:
     """Return the names of the tensors that keep float32 in an actor of bfloat16."""
     weights = weights_of(hf)
     rows = ((prefix, t) for weight, prefix in weights.rows() if weight.float32 for t in weight.disk)
+    return {name for prefix, tensor in rows for name in weights.names(prefix, tensor)}
+
+
+def is_quantised(weight: Weight) -> bool:
+    """Return True for a linear of attention, an MLP or experts: servers of fp8 hold it in blocks, and nothing else.
+
+    SGLang folds kv_b_proj into queries and values, and would round it once more.
+    """
+    return weight.lora and not any("kv_b_proj" in tensor.name for tensor in weight.disk)
+
+
+def quantised_tensors(hf: HfModelFacts) -> Set[str]:
+    """Return the names of the tensors that servers of fp8 hold in blocks."""
+    weights = weights_of(hf)
+    rows = (
+        (prefix, t)
+        for weight, prefix in weights.rows()
+        if is_quantised(weight)
+        for t in weight.disk
+    )
     return {name for prefix, tensor in rows for name in weights.names(prefix, tensor)}
 
 

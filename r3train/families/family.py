@@ -78,6 +78,8 @@ class Family:
     """Adapters were verified too."""
     adapters_served: bool = False
     """SGLang serves adapters right; of latent attention those with compressed queries."""
+    fp8_served: bool = False
+    """SGLang serves it right with its linears in blocks of fp8."""
     peft_fuses_experts: bool = False
     """PEFT on transformers' model adapts all experts of a layer as one."""
     served_sparse: bool = False

@@ -30,6 +30,7 @@ QWEN3_MOE = replace(
     transformer=_transformer,
     defaults={"norm_topk_prob": False},
     adapters_served=True,
+    fp8_served=True,
     served_sparse=True,
     tiny={"qwen3_moe": TinyModel("Qwen3Moe", tiny_qwen3_moe)},
 )

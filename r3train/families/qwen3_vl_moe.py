@@ -47,5 +47,6 @@ QWEN3_VL_MOE = replace(
     defaults={"rope_theta": 500000.0},
     lora=False,
     adapters_served=False,
+    fp8_served=False,
     tiny={"qwen3_vl_moe": TinyModel("Qwen3VLMoe", _tiny, vision=_vision, experts="turned")},
 )

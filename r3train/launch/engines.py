@@ -18,7 +18,7 @@ from r3train.config import RunConfig
 from r3train.config.cross_checks import context_len, replayed_index_topk
 from r3train.config.rollout_settings import RolloutSection
 from r3train.cuda_environment import visible_gpus
-from r3train.families import has_fused_experts, sent_together
+from r3train.families import FP8_SCALE, has_fused_experts, sent_together
 from r3train.data.json_lines import append_lines
 from r3train.data.templates import ChatTemplate
 from r3train.environments.named_environments import get_environment, get_tools
@@ -584,11 +584,11 @@ class Engines(RolloutFleet):
 def _by_files(
     kind: type[T], job: Job, control: EngineControl | None, directory: Path, **settings: Any
 ) -> T:
-    """Make a publisher that writes checkpoints to a directory of the run."""
+    """Make a publisher that writes checkpoints to a directory in that of the run."""
     return kind(
         control,
         directory=directory,
-        hf_checkpoint=job.config.model.hf_checkpoint,
+        hf_checkpoint=job.config.served_checkpoint(directory.parent),
         bucket_bytes=job.config.trainer.update_weight_buffer_size,
         **settings,
     )
@@ -639,9 +639,16 @@ def _broadcast(job: Job, hosts: Sequence[str], named: str | None) -> dict[str, A
         master_address=address,
         interface=None if is_loopback(address) else interface_of(address),
         flush_cache=rollout.fresh_prefixes,
-        together=sent_together(job.hf),
+        together=_together(job),
         fused_experts=has_fused_experts(job.hf.path),
     )
+
+
+def _together(job: Job) -> Sequence[tuple[str, ...]]:
+    """Return the tensors that one call of an update must bring, and so their scales."""
+    pairs = sent_together(job.hf)
+    scales = [tuple(name + FP8_SCALE for name in pair) for pair in pairs]
+    return [*pairs, *scales] if job.config.serves_fp8 else pairs
 
 
 def _conversations(job: Job, rollout: RolloutSection) -> Callable[[Prompt], Episode]:

@@ -13,6 +13,7 @@ from r3train.config.hf_facts import HfModelFacts
 from r3train.engine.addresses import LOOPBACK
 from r3train.engine.key import engine_api_key
 from r3train.engine.server import SGLangServer
+from r3train.hf_checkpoint import write_fp8_checkpoint
 from r3train.launch.gpus import server_gpus_here
 
 if TYPE_CHECKING:
@@ -28,6 +29,9 @@ def start_servers(job: Job, run_dir: Path, num_ranks: int | None = None) -> list
     config = job.config
     if not config.has_engines or config.rollout.rollout_external_engine_addrs:
         return []
+    checkpoint = config.served_checkpoint(run_dir)
+    if config.serves_fp8:
+        write_fp8_checkpoint(job.hf, checkpoint)
     count = config.rollout.rollout_num_engines
     gpus = server_gpus_here(config, num_ranks)
     # one key for all servers, which only this job knows: every user of the node reaches loopback
@@ -41,6 +45,7 @@ def start_servers(job: Job, run_dir: Path, num_ranks: int | None = None) -> list
             run_dir / "logs" / ("sglang.log" if count == 1 else f"sglang_{i}.log"),
             args,
             i,
+            checkpoint,
             host=str(args.pop("host", LOOPBACK)),
             port=args.pop("port", None),
             api_key=api_key,
@@ -56,11 +61,15 @@ def build_server(
     log: Path,
     flags: dict[str, object],
     index: int,
+    checkpoint: Path | None = None,
     **server_options: Any,
 ) -> SGLangServer:
-    """Make a server of the run's model.  flags: SGLang's.  index: its number among all of the run."""
+    """Make a server of the run's model.  flags: SGLang's.  index: its number among all of the run.
+
+    checkpoint: it starts from, None for the run's own.
+    """
     return SGLangServer(
-        config.model.hf_checkpoint,
+        checkpoint or config.model.hf_checkpoint,
         log,
         dtype=config.model.dtype_name,
         server_args=flags,

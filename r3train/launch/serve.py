@@ -80,6 +80,8 @@ def serve(
             raise ConfigError(
                 "--lora-serving adapter: a run that serves adapters starts its servers itself"
             )
+        if config.serves_fp8:
+            raise ConfigError("--rollout-weights fp8: a run starts its servers of fp8 itself")
         server_args: dict[str, object] = dict(config.rollout.sglang)
         check_server_flags(server_args, replay=config.replay.use_rollout_routing_replay)
         server_args |= served_gpus(

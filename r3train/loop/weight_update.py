@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 from r3train.config import RunConfig
 from r3train.config.hf_facts import HfModelFacts
 from r3train.engine.publish import WeightPublisher
+from r3train.families import quantised_tensors
+from r3train.fp8_blocks import as_served
 from r3train.hf_checkpoint import WeightIndex
 from r3train.host_group import rank_zero_alone
 from r3train.loop.canaries import Canaries
@@ -51,13 +53,16 @@ class WeightUpdate:
         self._began = False
         self._export: Path | None = None  # on rank 0: written of the newest update, to compare with
         self._servers_hold_base = False  # with LoRA: all tensors without an adapter were sent
+        self._quantised = quantised_tensors(self.hf) if self.config.serves_fp8 else frozenset()
         in_parts = any(gather_json(self.sender is not None))
         in_memory = self.config.trainer.update_weight_transfer_mode == "shared_memory"
         self._gather_to = "rank_0" if not in_parts else "owners" if in_memory else "leaders"
         self._weight_index = None
         if self.rank_zero is not None and self.config.has_engines:
             config = self.config
-            self._weight_index = WeightIndex(self.hf, config.model.dtype_name, config.lora)
+            self._weight_index = WeightIndex(
+                self.hf, config.model.dtype_name, config.lora, self._quantised
+            )
 
     def set_source(self, source: RolloutSource | None) -> None:
         """From now on ``source`` generates, on rank 0; updates let its requests end first."""
@@ -133,6 +138,7 @@ class WeightUpdate:
             weights = self.actor.adapter_weights()
         else:
             weights = self.actor.hf_weights(targets_alone=targets_only, gather_to=self._gather_to)
+            weights = as_served(weights, self._quantised)
         if self.held is not None:
             weights = self.held.over(weights)
         again = []

@@ -140,6 +140,10 @@ REFUSED = f"""
     colocate=true, max_weight_staleness=0, {DUMPS} | --colocate {NO_SERVER}: there are no turns to take
     colocate=true, max_weight_staleness=0, debug_rollout_only=true | --colocate cannot go with --debug-rollout-only
     sglang_server_concurrency=8, rollout_max_concurrency=8 | --sglang-server-concurrency 8 cannot go with --rollout-max-concurrency 8
+    rollout_weights="fp8" | --rollout-weights fp8 needs --bf16: SGLang multiplies fp8 by bfloat16 activations alone
+    bf16=true, rollout_weights="fp8", {DUMPS} | --rollout-weights fp8 {NO_SERVER}
+    bf16=true, rollout_weights="fp8", {EXTERNAL} | --rollout-weights fp8 cannot go with --rollout-external-engine-addrs h:1
+    bf16=true, rollout_weights="fp8", {ADAPTER} | --rollout-weights fp8 cannot go with --lora-serving adapter
     rollout_num_engines=2, {EXTERNAL} | --rollout-num-engines 2 cannot go with --rollout-external-engine-addrs h:1
     rollout_server_env=["TOKEN"], {EXTERNAL} | --rollout-server-env TOKEN cannot go with --rollout-external-engine-addrs
     max_engine_restarts=1, {EXTERNAL} | --max-engine-restarts 1 cannot go with --rollout-external-engine-addrs

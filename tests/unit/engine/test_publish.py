@@ -43,7 +43,7 @@ def test_a_tensor_larger_than_the_limit_is_a_bucket_of_its_own():
     assert [len(bucket) for bucket in buckets(tensors(1, 100, 1), 8)] == [1, 1, 1]
 
 
-def test_a_bucket_holds_one_dtype_so_that_every_tensor_stays_aligned():
+def test_a_bucket_ends_where_a_tensor_of_another_dtype_would_not_be_aligned():
     mixed = [
         ("a", torch.ones(3, dtype=torch.bfloat16)),
         ("b", torch.ones(2)),
@@ -52,8 +52,7 @@ def test_a_bucket_holds_one_dtype_so_that_every_tensor_stays_aligned():
     ]
     assert [[n for n, _ in bucket] for bucket in buckets(mixed, 1 << 20)] == [
         ["a"],
-        ["b", "c"],
-        ["d"],
+        ["b", "c", "d"],
     ]
 
 
