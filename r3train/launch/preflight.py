@@ -392,7 +392,8 @@ class _Checks:
             self.warn("prompts", text, "lower it, or give more prompts")
         unknown = self.attempt("prompts", unknown_tokens, prompts, self.tokenizer.unk_token_id)
         if unknown is not None:
-            remedy = "look at the first prompt as it is shown, and at the checkpoint's tokenizer"
+            remedy = "look at the first prompt as it is shown, and at the checkpoint's tokenizer (of a tiny model:"
+            remedy += " make-tiny-model --tokenizer-from)"
             self.warn("prompts", unknown, remedy)
         if config.agent.named is not None and self.for_node:
             self.agent_facts = (

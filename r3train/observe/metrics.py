@@ -220,11 +220,13 @@ def nothing_learned(records: Sequence[Mapping[str, Any]]) -> str:
 
 
 def cut_answers(records: Sequence[Mapping[str, Any]]) -> str:
-    """The share of answers that were cut in the last tenth of a run, in words, where it is most of them; else ""."""
+    """The shares of answers that were cut, in words, where they rose to most of them; "" elsewhere."""
     _, shares = numbers(records, "rollout/truncated_share")
     tenth = max(1, len(shares) // 10)
-    share = sum(shares[-tenth:]) / tenth
-    return f"{share:.0%} of the last tenth (--rollout-max-response-len)" if share > 0.5 else ""
+    first, last = (sum(part) / tenth for part in (shares[:tenth], shares[-tenth:]))
+    if last < 0.5 or first > last / 2:
+        return ""
+    return f"{first:.0%} -> {last:.0%}  first tenth -> last tenth (--rollout-max-response-len)"
 
 
 class RolloutsWithoutAdvantage:

@@ -113,10 +113,12 @@ def test_rollouts_in_a_row_without_an_advantage_are_said_while_they_happen():
     assert not any(count.warning({"step": n}) for n in range(9)), "rollouts without the count"
 
 
-def test_a_run_says_in_the_end_that_most_answers_were_cut():
+def test_a_run_says_in_the_end_that_its_answers_grew_until_most_were_cut():
     rise = [{"step": n, "rollout/truncated_share": n / 19} for n in range(20)]
-    assert cut_answers(rise).startswith("97% of the last tenth")
-    assert cut_answers(rise[::-1]) == cut_answers(rise[:10]) == cut_answers([{"step": 0}]) == ""
+    assert cut_answers(rise).startswith("3% -> 97%")
+    # of a fall, a rise to less than half, answers that were always cut, and no answers
+    for records in (rise[::-1], rise[:10], rise[10:], [{"step": 0}]):
+        assert cut_answers(records) == ""
 
 
 def test_a_run_without_an_advantage_says_that_nothing_was_learned():
