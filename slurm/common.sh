@@ -129,7 +129,7 @@ try:
     if config.data.custom_rm_path is not None:
         import_user_code("--custom-rm-path", config.data.custom_rm_path)
 except Exception as error:
-    sys.exit(f"{ranks} ranks on each of {nodes} nodes: {error}")
+    sys.exit(f"{nodes} x {ranks} ranks: {error}")
 EOF
 }
 

@@ -301,8 +301,8 @@ def test_the_sbatch_line_of_a_recipe_gives_it_the_ranks_and_servers_of_its_head(
     "script, given, said",
     [
         ("train_single_node", {"NPROC_PER_NODE": "3"}, "world size 3 is not a multiple of"),
-        ("r3_regression", {"NPROC_PER_NODE": "3"}, "3 ranks on each of 1 nodes: world size 3"),
-        ("train_multi_node", {"NPROC_PER_NODE": "5"}, "5 ranks on each of 1 nodes: world size 5"),
+        ("r3_regression", {"NPROC_PER_NODE": "3"}, "1 x 3 ranks: world size 3"),
+        ("train_multi_node", {"NPROC_PER_NODE": "5"}, "1 x 5 ranks: world size 5"),
         (
             "train_single_node",
             {"CONFIG": "qwen3_30b_a3b_one_node", "SLURM_GPUS_ON_NODE": "8"},
