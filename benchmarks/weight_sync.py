@@ -33,7 +33,7 @@ from r3train.config.lora_settings import LoraSection
 from r3train.engine.adapters import AdapterPublisher, Adapters, adapter_flags
 from r3train.engine.control import EngineControl
 from r3train.engine.publish import DistributedPublisher, Published, flatten
-from r3train.engine.publish_disk import DiskPublisher, require_equal_on_servers
+from r3train.engine.publish_disk import DiskPublisher, compare_on_servers
 from r3train.engine.publish_memory import SharedMemoryPublisher
 from r3train.engine.server import SGLangServer
 from r3train.trainer.megatron.actor import MegatronActor
@@ -96,7 +96,8 @@ def measure(actor: MegatronActor, addr: str, tiny: Path, rounds: int) -> dict[st
         def checked() -> None:
             version = next(versions)
             network.publish(actor.hf_weights(), version=version)
-            require_equal_on_servers(control, reference, actor.hf_weights(), version=version)
+            found = compare_on_servers(control, reference, actor.hf_weights(), version=version)
+            found.require_equal(version)
             assert not actor.parameters_unlike(reference.newest)
 
         # the tensors themselves: a view of them would be what is copied

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import shutil
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from r3train.families import has_fused_experts
@@ -73,27 +74,44 @@ class DiskPublisher(WeightPublisher):
         return Published(version, read_headers(final), num_bytes, num_shards, seconds)
 
 
-def require_equal_on_servers(
+@dataclass(frozen=True)
+class Comparison:
+    """Servers' tensors against a checkpoint.
+
+    checkpoint: its directory; sent: its tensors.  held: tensors of each server; unlike: those of them that were others.
+    """
+
+    checkpoint: Path
+    sent: int
+    held: list[int]
+    unlike: list[list[str]]
+
+    def require_equal(self, version: int) -> None:
+        """Raise AssertionError naming a server and its tensors."""
+        for server, (wrong, held) in enumerate(zip(self.unlike, self.held)):
+            if wrong:
+                more = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
+                raise AssertionError(
+                    f"weight update {version}: {len(wrong)} of {held} tensors of engine "
+                    f"{server} are not the actor's: {', '.join(wrong[:4])}{more}"
+                )
+
+
+def compare_on_servers(
     engine: EngineControl, reference: DiskPublisher, named_tensors: NamedTensors, *, version: int
-) -> int:
-    """Hold every server's tensors against those that it loads from a checkpoint of these tensors.
+) -> Comparison:
+    """Hold every server's tensors against those that it loads from a checkpoint of these tensors, or of some.
 
     A server keeps names and layouts of its own (q, k and v in one tensor, experts in one, a share a
     rank, perhaps shuffled for a kernel), so it is compared with itself: checksums of what it holds
     after ``version`` was published, and after it has read the same version from disk with the loader
-    that starts it.  Returns the number of tensors compared, of all servers.
-
-    Raises AssertionError naming a server and its tensors; the server holds the right ones by then.
+    that starts it.  It holds the right ones by then.
     """
     published = engine.weight_checksums()
-    reference.publish(named_tensors, version=version)
+    sent = reference.publish(named_tensors, version=version).num_tensors
     loaded = engine.weight_checksums()
-    for server, (found, expected) in enumerate(zip(published, loaded, strict=True)):
-        wrong = [name for name, checksum in expected.items() if found.get(name) != checksum]
-        if wrong:
-            more = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
-            raise AssertionError(
-                f"weight update {version}: {len(wrong)} of {len(expected)} tensors of engine "
-                f"{server} are not the actor's: {', '.join(wrong[:4])}{more}"
-            )
-    return sum(map(len, loaded))
+    unlike = [
+        [name for name, checksum in expected.items() if found.get(name) != checksum]
+        for found, expected in zip(published, loaded, strict=True)
+    ]
+    return Comparison(reference.newest, sent, [len(expected) for expected in loaded], unlike)

@@ -52,7 +52,7 @@ from r3train.engine.client import SGLangClient
 from r3train.engine.server import SGLangServer
 from r3train.engine.supervisor import EngineSupervisor, ResubmittingBackend
 from r3train.engine.publish import WeightPublisher
-from r3train.engine.publish_disk import DiskPublisher, require_equal_on_servers
+from r3train.engine.publish_disk import compare_on_servers, Comparison, DiskPublisher
 from r3train.engine.publish_memory import SharedMemoryPublisher
 from r3train.hf_checkpoint import NamedTensors
 from r3train.host_group import one_node
@@ -268,16 +268,12 @@ class Engines(RolloutFleet):
         """The servers' hosts."""
         return [host_of(addr) for addr in self._addrs]
 
-    def compare_weights(self, weights: NamedTensors, version: int) -> Path:
-        """Hold every server's tensors against these; returns the checkpoint written of them.
-
-        Raises AssertionError: see ``require_equal_on_servers``.
-        """
+    def compare_weights(self, weights: NamedTensors, version: int) -> Comparison:
+        """Hold every server's tensors against these; see ``compare_on_servers``."""
         # the publish must have dropped the caches
         directory = self._run_dir / "weight_check"
         reference = _by_files(DiskPublisher, self.job, self._control, directory, flush_cache=False)
-        require_equal_on_servers(self._control, reference, weights, version=version)
-        return reference.newest
+        return compare_on_servers(self._control, reference, weights, version=version)
 
     def weight_checksums(self, version: int | None) -> tuple[dict[int, dict[str, str]], list[str]]:
         """The checksums of the tensors of every server in use, and each server's layout.

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from r3train.engine.publish import WeightPublisher
+from r3train.engine.publish_disk import Comparison
 from r3train.generation.eval_sets import EvalSet
 from r3train.hf_checkpoint import NamedTensors
 from r3train.loop.run_evaluations import Evaluations
@@ -41,8 +41,8 @@ class RolloutFleet:
         """The evaluation sets, for servers to answer."""
         return []
 
-    def compare_weights(self, weights: NamedTensors, version: int) -> Path:
-        """Hold every server's tensors against these; returns the checkpoint written of them."""
+    def compare_weights(self, weights: NamedTensors, version: int) -> Comparison:
+        """Hold every server's tensors against these, and leave the checkpoint that was written of them."""
         raise AssertionError("there is no server")
 
     def canary_texts(self, count: int, longest: int) -> list[np.ndarray]:

@@ -13,6 +13,7 @@ import torch
 
 from r3train.config import RunConfig
 from r3train.engine.backend import EngineError
+from r3train.engine.publish_disk import Comparison
 from r3train.hf_checkpoint import NamedTensors
 from r3train.loop.canaries import NotServed
 from r3train.loop.distribute import broadcast_json, gather_json
@@ -108,10 +109,13 @@ class HeldWeights:
         self._summed = self._sum()
         return self._summed.over(tensors)
 
-    def judge(self, version: int, *, sent: bool = True) -> dict[str, Any]:
+    def judge(
+        self, version: int, *, sent: bool = True, comparison: Comparison | None = None
+    ) -> dict[str, Any]:
         """Read what servers hold in an update's pause; returns metrics on rank 0.  A collective.
 
-        sent: False on rank 0 where the update has failed, and the other ranks are to go on.  Raises NotServed on all ranks.
+        sent: False on rank 0 where the update has failed, and the other ranks are to go on.  comparison: with a second
+        export, where there was one.  Raises NotServed on all ranks.
         """
         began, held, failed = time.monotonic(), None, []
         if self._is_open and sent:
@@ -119,7 +123,8 @@ class HeldWeights:
         sums = gather_json(self._summed.result())
         if held is not None:
             total = sum(int(words, 16) for words, _ in sums) & _MASK
-            failed = self._judge(version, (f"{total:016x}", sum(n for _, n in sums)), held)
+            sum_and_count = f"{total:016x}", sum(n for _, n in sums)
+            failed = self._judge(version, sum_and_count, held, comparison)
             for text in failed[1:]:
                 logger.error("%s", text)
         seconds = time.monotonic() - began
@@ -131,9 +136,16 @@ class HeldWeights:
         """Rank 0: the servers whose weights were judged under a version; None where they say no checksums."""
         return self._counts.get(version, 0) if self._is_open else None
 
-    def _judge(self, version: int, sent: tuple[str, int], held: Held) -> list[str]:
+    def _judge(
+        self,
+        version: int,
+        sent: tuple[str, int],
+        held: Held,
+        comparison: Comparison | None = None,
+    ) -> list[str]:
         """Rank 0: write the records of an update, and return its faults."""
-        records = weights_records(version, sent, *held)
+        again = (comparison.sent, comparison.unlike) if comparison else ()
+        records = weights_records(version, sent, *held, *again)
         newer = {v: n for v, n in self._counts.items() if v >= version - 1}
         self._counts = newer | {version: newer.get(version, 0) + len(records)}
         if self.evidence is not None:

@@ -25,6 +25,9 @@ from r3train.loop.recovery import FAILED, Recovery
 from r3train.loop.rollout_source import RolloutSource
 from r3train.loop.run_state import RunState
 
+# with fp8 every eighth layer is exported again and compared, another eighth at the next update
+_EXPORTED_AGAIN = 8
+
 if TYPE_CHECKING:
     from r3train.trainer.megatron.actor import MegatronActor
 
@@ -85,7 +88,7 @@ class WeightUpdate:
             metrics = self.revive(weight_version, failure)
         self._servers_hold_base = self.turns.servers_keep_weights
         if self.config.trainer.check_weight_update_equal:
-            if not self.config.serves_adapters:
+            if not (self.config.serves_adapters or self._quantised):
                 self._check_parameters(weight_version)
             self.turns.actor_offloads()
         return metrics
@@ -141,10 +144,12 @@ class WeightUpdate:
             weights = as_served(weights, self._quantised)
         if self.held is not None:
             weights = self.held.over(weights)
-        again = []
-        if self.config.trainer.check_weight_update_equal and not adapters:
-            # the servers' tensors are compared with a second, whole export
-            again = [self.actor.hf_weights()]
+        again, comparison = [], None
+        checks_all = self.config.trainer.check_weight_update_equal and not adapters
+        if checks_all or (self._quantised and self.held is not None):
+            layers = None if checks_all else self._layers_again(weight_version)
+            # the servers' tensors are compared with a second export
+            again = [as_served(self.actor.hf_weights(layers=layers), self._quantised)]
         self._export = None
         quietly, failure = ExitStack(), None
         with rank_zero_alone():  # requests in flight may take long to end
@@ -189,9 +194,15 @@ class WeightUpdate:
                         targets_alone=targets_only,
                     )
                 for export in again:
-                    self._export = fleet.compare_weights(export, weight_version)
+                    comparison = fleet.compare_weights(export, weight_version)
+                    if self._quantised:
+                        shutil.rmtree(comparison.checkpoint)
+                    else:
+                        self._export = comparison.checkpoint
+                    if checks_all:
+                        comparison.require_equal(weight_version)
                 if self.held is not None:
-                    held_metrics = self.held.judge(weight_version)
+                    held_metrics = self.held.judge(weight_version, comparison=comparison)
                 if self._source is not None:
                     self._source.set_version(weight_version)
         except Exception as error:
@@ -209,6 +220,12 @@ class WeightUpdate:
             "rollout/weight_version": weight_version,
             **(held_metrics or {}),
         }, None
+
+    def _layers_again(self, weight_version: int) -> range:
+        """Layer ids of which a second export is compared: a share of them, the next share at the next update."""
+        count = self.hf.num_hidden_layers
+        every = min(_EXPORTED_AGAIN, count)
+        return range(weight_version % every, count, every)
 
     def _check_parameters(self, weight_version: int) -> None:
         """--check-weight-update-equal, beyond the servers' checksums: every rank's parameters are those exported.

@@ -1,14 +1,17 @@
 """WEIGHTS: after every update, before generation goes on, servers hold what was sent, by their own checksums.
 
-SGLang hashes the bytes of every parameter and persistent buffer that it holds.  Three faults are told by these, exactly and
+SGLang hashes the bytes of every parameter and persistent buffer that it holds.  Four faults are told by these, exactly and
 in every dtype; rounding cannot make any of them:
 
+    SENT     a server holds other tensors than those of a second export, which it has read from disk: these are named
     SAME     a server holds bit by bit what it held after an earlier update, although other weights were sent since
     RESTART  a server holds bit by bit what it was started with, although an update has changed that before
     UNLIKE   servers of one layout hold other tensors than one another: these are named
 
 What was sent is told by the sum of its words, as servers store them: no update that rounding hides is taken for another.
-One tensor that the only server kept is told by none of the three (``--check-weight-update-equal`` tells it).
+One tensor that the only server kept is told by SENT alone, which is read with --rollout-weights fp8: there rounding hides
+what canaries find elsewhere.  An update exports every eighth layer again, so that eight updates compare all.
+(``--check-weight-update-equal`` exports all, in every dtype.)
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ class WeightsRecord:
     step: the weight version, which is the rollout that these weights train.  sent: the sum of the words that were sent, ""
     of what servers were started with; tensors_sent: their number.  layout: of a server, alike on servers that hold the same
     tensors.  held: the hash of a server's checksums.  unlike: tensors that the first server of its layout holds otherwise.
+    compared: tensors of the second export, 0 without one.  other: what the server held otherwise.
     """
 
     step: Amount
@@ -43,18 +47,29 @@ class WeightsRecord:
     tensors: Amount
     held: Hex
     unlike: list[str]
+    compared: Amount = 0
+    other: list[str] = field(default_factory=list)
 
 
 def weights_records(
-    version: int, sent: tuple[str, int], held: Mapping[int, dict[str, str]], layouts: Sequence[str]
+    version: int,
+    sent: tuple[str, int],
+    held: Mapping[int, dict[str, str]],
+    layouts: Sequence[str],
+    compared: int = 0,
+    others: Sequence[Sequence[str]] = (),
 ) -> list[WeightsRecord]:
-    """The records of an update; held: checksums of each server, by the tensor's name."""
+    """The records of an update.
+
+    held: checksums of each server, by the tensor's name.  compared: tensors of the second export; others: what each server
+    held otherwise.
+    """
     first: dict[str, dict[str, str]] = {}
     records = []
     for server, checksums in held.items():
         names = sorted(checksums)
         layout = _hash([layouts[server]])
-        others = first.setdefault(layout, checksums)
+        like = first.setdefault(layout, checksums)
         records.append(
             WeightsRecord(
                 step=version,
@@ -64,7 +79,9 @@ def weights_records(
                 layout=layout,
                 tensors=len(names),
                 held=_hash([f"{name} {checksums[name]}" for name in names]),
-                unlike=sorted({name for name, _ in checksums.items() ^ others.items()})[:_NAMED],
+                unlike=sorted({name for name, _ in checksums.items() ^ like.items()})[:_NAMED],
+                compared=compared,
+                other=list(others[server][:_NAMED]) if others else [],
             )
         )
     return records
@@ -80,6 +97,7 @@ class WeightsHistory:
 
     # by server: {hash: (weight version, (sum, tensors) that were sent)}
     _held: dict[int, dict[str, tuple[int, tuple[str, int]]]] = field(default_factory=dict)
+    _compares: bool = False
 
     def judge(self, records: Sequence[WeightsRecord]) -> list[str]:
         """Take the records of an update; returns a line for each fault."""
@@ -87,6 +105,12 @@ class WeightsHistory:
         first: dict[str, WeightsRecord] = {}
         for record in records:
             place = f"server {record.server}, weight version {record.step}"
+            self._compares |= record.compared > 0
+            if self._compares and record.sent and not record.compared:
+                found.append(f"SENT: {place}: no second export was compared")
+            if record.other:
+                names = ", ".join(record.other)
+                found.append(f"SENT: {place}: {names} are not those of a second export")
             held = self._held.setdefault(record.server, {})
             sent = record.sent, record.tensors_sent
             if earlier := held.get(record.held):

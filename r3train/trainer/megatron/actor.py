@@ -347,17 +347,25 @@ class MegatronActor:
     # -- weights -----------------------------------------------------------------------------
 
     def hf_weights(
-        self, *, targets_alone: bool = False, gather_to: GatherTo = "rank_0"
+        self,
+        *,
+        targets_alone: bool = False,
+        layers: range | None = None,
+        gather_to: GatherTo = "rank_0",
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield whole tensors under Hugging Face names on rank 0; every rank must drain it.
 
         With LoRA the adapters are merged; targets_alone leaves out the tensors that have none.
-        gather_to: as for ``export_hf_weights``.
+        layers: of these layer ids only; what is in no layer comes with layer 0.  gather_to: as for ``export_hf_weights``.
         """
         self.gather_parameters()
         chunks = self.model.chunks
         merged, is_adapted = lora.merged_weights(chunks)
-        is_wanted = is_adapted if targets_alone else lambda p: True
+
+        def is_wanted(one: hf_weights.ChunkWeight) -> bool:
+            is_of_layers = layers is None or (one.hf.layer_id or 0) in layers
+            return is_of_layers and (not targets_alone or is_adapted(one.tensor))
+
         return export_hf_weights(self.model.weights, chunks, merged, is_wanted, gather_to=gather_to)
 
     def adapter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state as ps
 
 from r3train.families.weights import ModelWeights
-from r3train.trainer.megatron.hf_weights import chunk_weights, tensor_group
+from r3train.trainer.megatron.hf_weights import chunk_weights, ChunkWeight, tensor_group
 from r3train.trainer.megatron.weight_layout import Layout
 
 _HEADER_BYTES = 512
@@ -31,7 +31,7 @@ def export_hf_weights(
     weights: ModelWeights,
     chunks: Sequence[torch.nn.Module],
     value_of: Callable[[torch.Tensor], torch.Tensor] = lambda p: p,
-    is_wanted: Callable[[torch.Tensor], bool] = lambda p: True,
+    is_wanted: Callable[[ChunkWeight], bool] = lambda one: True,
     *,
     gather_to: GatherTo = "rank_0",
 ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -52,7 +52,7 @@ def _stage_tensors(
     weights: ModelWeights,
     chunks: Sequence[torch.nn.Module],
     value_of: Callable[[torch.Tensor], torch.Tensor],
-    is_wanted: Callable[[torch.Tensor], bool],
+    is_wanted: Callable[[ChunkWeight], bool],
     own_experts: bool,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield this stage's tensors as they are on disk, on its leader, or on owners."""
@@ -102,7 +102,7 @@ def _whole_parameters(
     weights: ModelWeights,
     chunks: Sequence[torch.nn.Module],
     value_of: Callable[[torch.Tensor], torch.Tensor],
-    is_wanted: Callable[[torch.Tensor], bool],
+    is_wanted: Callable[[ChunkWeight], bool],
     own_experts: bool,
 ) -> Iterator[tuple[Layout, list[str], int | None, torch.Tensor]]:
     """Yield this stage's parameters, whole, on its leader or owners: layout, names on disk, expert, tensor."""
@@ -115,7 +115,7 @@ def _whole_parameters(
         for one in chunk_weights(weights, chunk):
             tensor, hf = one.tensor, one.hf
             # the first stage exports a tied output layer, as the embedding
-            if one.is_tied_output or not is_wanted(tensor):
+            if one.is_tied_output or not is_wanted(one):
                 continue
             layout = hf.layout
             if not (expert_sends if layout.weight.is_expert else sends):

@@ -148,11 +148,13 @@ class HfTensors:
     """The tensors of a checkpoint that make a parameter.
 
     ``prefix``: what their names begin with.  ``expert``: the number of the expert that it is of, else None.
+    ``layer_id``: None for what is in no layer.
     """
 
     layout: Layout
     prefix: str
     expert: int | None
+    layer_id: int | None = None
 
     @property
     def names(self) -> list[str]:
@@ -205,7 +207,9 @@ class TensorNames:
         if weight is None:
             return None
         expert = None if expert is None else self._first_expert + expert
-        return HfTensors(self._layout(weight), self._weights.layer_prefix(layer_id), expert)
+        return HfTensors(
+            self._layout(weight), self._weights.layer_prefix(layer_id), expert, layer_id
+        )
 
     def _rows(self, layer_id: int) -> dict[str, Weight]:
         """Return a layer's rows by their names in both specs."""

@@ -22,7 +22,7 @@ from r3train.engine import publish
 from r3train.engine.backend import EngineDied
 from r3train.engine.control import EngineControl
 from r3train.engine.publish import DistributedPublisher, buckets, flatten
-from r3train.engine.publish_disk import DiskPublisher, require_equal_on_servers
+from r3train.engine.publish_disk import Comparison, DiskPublisher, compare_on_servers
 from r3train.engine.publish_memory import SharedMemoryPublisher
 from r3train.config.hf_facts import read_hf_facts
 from r3train.hf_checkpoint import WeightIndex, check_name, kind_of, write_shards
@@ -386,7 +386,7 @@ class Holding(Fake):
         return web.json_response(said.get(request.path, {"success": True, "message": ""}))
 
 
-async def held_to_their_checkpoint(servers, tmp_path, checkpoint) -> int:
+async def held_to_their_checkpoint(servers, tmp_path, checkpoint) -> Comparison:
     async with contextlib.AsyncExitStack() as stack:
         addrs = [await stack.enter_async_context(server.running()) for server in servers]
         with EngineControl(addrs) as control:
@@ -394,20 +394,24 @@ async def held_to_their_checkpoint(servers, tmp_path, checkpoint) -> int:
                 control, directory=tmp_path / "w", hf_checkpoint=checkpoint, bucket_bytes=40
             )
             return await asyncio.to_thread(
-                require_equal_on_servers, control, reference, tensors(4), version=3
+                compare_on_servers, control, reference, tensors(4), version=3
             )
 
 
 async def test_of_two_servers_that_hold_the_actors_tensors_all_are_compared(tmp_path, checkpoint):
-    assert await held_to_their_checkpoint([Holding(), Holding()], tmp_path, checkpoint) == 6
+    found = await held_to_their_checkpoint([Holding(), Holding()], tmp_path, checkpoint)
+    assert (found.sent, found.held, found.unlike) == (1, [3, 3], [[], []])
+    found.require_equal(3)
 
 
 @pytest.mark.parametrize("wrong", [0, 1])
 async def test_one_wrong_tensor_of_one_server_of_two_is_named(wrong, tmp_path, checkpoint):
     servers = [Holding(**({"experts": "old"} if i == wrong else {})) for i in range(2)]
     message = rf"update 3: 1 of 3 tensors of engine {wrong} are not the actor's: rank 0 experts$"
+    found = await held_to_their_checkpoint(servers, tmp_path, checkpoint)
+    assert found.unlike[wrong] == ["rank 0 experts"] and not found.unlike[1 - wrong]
     with pytest.raises(AssertionError, match=message):
-        await held_to_their_checkpoint(servers, tmp_path, checkpoint)
+        found.require_equal(3)
 
 
 def test_a_failed_load_keeps_the_version_that_the_servers_hold(tmp_path, checkpoint):

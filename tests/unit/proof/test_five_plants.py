@@ -152,6 +152,11 @@ def judged(*updates) -> list[str]:
     return [" ".join(line.replace(":", "").replace(",", "").split()[:3:2]) for line in lines]
 
 
+def sent(others: list[list[str]]) -> list:
+    """An update of two servers, compared with a second export."""
+    return weights.update(1, {0: HELD(1), 1: HELD(1)}, compared=5, others=others)
+
+
 HELD = weights.held
 SWAPPED = {**HELD(1), weights.NAMES[0]: HELD(1)[weights.NAMES[1]]}
 SWAPPED[weights.NAMES[1]] = HELD(1)[weights.NAMES[0]]
@@ -167,6 +172,11 @@ WEIGHTS = {
     ("UNLIKE", "same count"): lambda: judged(weights.update(1, {0: HELD(1), 1: SWAPPED})),
     ("UNLIKE", "missing member"): lambda: judged(
         weights.update(1, {0: HELD(1), 1: dict([*HELD(1).items()][:-1])})
+    ),
+    ("SENT", "second server"): lambda: judged(sent([[], weights.NAMES[:1]])),
+    ("SENT", "same count"): lambda: judged(sent([weights.NAMES[1:2], []])),
+    ("SENT", "missing member"): lambda: judged(
+        sent([[], []]), weights.update(2, {0: HELD(2), 1: HELD(2)})
     ),
     ("RESTART", "second server"): lambda: judged(
         BEGIN, FIRST, weights.update(2, {0: HELD(2), 1: HELD(0)})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -24,10 +25,16 @@ def held(version: int, **changed: int) -> dict[str, str]:
 
 
 def update(
-    version: int, servers: dict[int, dict[str, str]], sent: str | None = None, count: int = 8
+    version: int,
+    servers: dict[int, dict[str, str]],
+    sent: str | None = None,
+    count: int = 8,
+    compared: int = 0,
+    others: Sequence[list[str]] = (),
 ) -> list[WeightsRecord]:
+    """Records of an update; others: by server what it held otherwise than a second export of ``compared`` tensors."""
     sum_and_count = f"{version + 7:016x}" if sent is None else sent, count
-    return weights_records(version, sum_and_count, servers, LAYOUTS)
+    return weights_records(version, sum_and_count, servers, LAYOUTS, compared, others)
 
 
 def start(history: WeightsHistory, **servers) -> list[str]:
@@ -112,6 +119,23 @@ def test_a_new_server_is_judged_by_what_it_held_itself():
     assert history.judge(update(2, {0: held(2), 1: held(2)})) == []
 
 
+def test_SENT_names_the_tensors_of_the_server_that_held_others_than_were_sent():
+    history = WeightsHistory()
+    start(history)
+    both = {0: held(1), 1: held(1)}
+    assert history.judge(update(1, both, compared=5, others=[[], []])) == []
+    both = {0: held(2), 1: held(2)}
+    (line,) = history.judge(update(2, both, compared=5, others=[[], NAMES[2:4]]))
+    assert line.startswith(f"SENT: server 1, weight version 2: {NAMES[2]}, {NAMES[3]} are not")
+
+
+def test_SENT_fails_an_update_that_was_not_compared_where_others_were():
+    history = WeightsHistory()
+    start(history)
+    history.judge(update(1, {0: held(1)}, compared=5))
+    assert kinds(history.judge(update(2, {0: held(2)}))) == ["SENT"]
+
+
 # -- what was sent ---------------------------------------------------------------------------------
 
 
@@ -175,6 +199,7 @@ def test_a_sound_run_passes(tmp_path):
         (1, {"held": SOUND[1][1].held}, ["2 SAME", "2 UNLIKE"]),
         (0, {"held": SOUND[0][0].held}, ["2 RESTART", "2 UNLIKE"]),
         (1, {"held": "ab"}, ["2 UNLIKE"]),
+        (1, {"compared": 3, "other": NAMES[:1]}, ["2 SENT"]),
     ],
 )
 def test_a_fault_that_the_records_show_fails_the_claim(tmp_path, server, changes, expected):
