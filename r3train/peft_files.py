@@ -149,10 +149,11 @@ def not_in_peft(settings: LoraSection, hf: HfModelFacts) -> str | None:
     Source: peft 0.21.2 with transformers 5.19: where a model has fused experts and they are among the
     targets, it takes every gate_proj, up_proj and down_proj for theirs; in some models in any case.
     """
-    targets = settings.targets(tensor_names(hf))
-    routed = FAMILIES[hf.model_type].peft_fuses_experts or any(
-        ".experts." in name for name in targets
-    )
+    targets, family = settings.targets(tensor_names(hf)), FAMILIES[hf.model_type]
+    for name in sorted(targets):
+        if (reason := family.unread_by_peft.get(linear_of(name))) is not None:
+            return f"PEFT does not read the adapter of {name.removesuffix(_SUFFIX)}: {reason}"
+    routed = family.peft_fuses_experts or any(".experts." in name for name in targets)
     dense_targets = [n for n in targets if linear_of(n) in _EXPERT_LINEARS and ".experts." not in n]
     if dense_targets and routed:
         return f"PEFT drops the adapter of {min(dense_targets).removesuffix(_SUFFIX)}"

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 from r3train.config.hf_facts import HfModelFacts
-from r3train.config.lora_settings import FUSED, linear_of, LINEARS
+from r3train.config.lora_settings import linear_of, LINEARS
 from r3train.config.run import RunConfig
-from r3train.families import FAMILIES, sent_together, tensor_names
+from r3train.families import FAMILIES, sent_together, tensor_names, weights_of
 
 
 def model_lora_conflicts(config: RunConfig, hf: HfModelFacts) -> Iterator[str]:
@@ -45,7 +44,7 @@ def model_lora_conflicts(config: RunConfig, hf: HfModelFacts) -> Iterator[str]:
     if not targets:
         yield "--target-modules and --exclude-modules leave no linear with an adapter"
         return
-    yield from _parts_of_a_matrix(targets, names)
+    yield from _parts_of_a_matrix(targets, hf)
     yield from _apart(targets, hf)
     tp, heads = config.parallel.tensor_model_parallel_size, hf.num_key_value_heads
     if heads % tp and any(name.split(".")[-2] == "k_proj" for name in targets):
@@ -64,28 +63,26 @@ def _apart(targets: frozenset[str], hf: HfModelFacts) -> Iterator[str]:
             return
 
 
-def _parts_of_a_matrix(targets: frozenset[str], names: frozenset[str]) -> Iterator[str]:
+def _parts_of_a_matrix(targets: frozenset[str], hf: HfModelFacts) -> Iterator[str]:
     """Yield the first targets that are only a part of what must be adapted as one."""
-    for name in sorted(targets):
-        head, leaf, kind = name.rsplit(".", 2)
-        group = next((g for g in FUSED if leaf in g), (leaf,))
-        # latent attention has a q_proj by itself
-        parts = [f"{head}.{part}.{kind}" for part in group]
-        missing = [n.split(".")[-2] for n in parts if n in names and n not in targets]
-        if missing:
-            yield (
-                f"target_modules: {head} has {leaf} and not {', '.join(missing)}: Megatron holds them"
-                " in one matrix, target all or none of them"
-            )
-            return
-    layers: dict[str, list[bool]] = {}
-    for name in sorted(names):
-        layer = re.sub(r"\.experts\.\d+\.", ".experts.*.", name)
-        layers.setdefault(layer, []).append(name in targets)
-    for layer, experts in layers.items():
-        if any(experts) and not all(experts):
-            yield (
-                f"exclude_modules: {sum(experts)} of the {len(experts)} experts of {layer} have an"
-                " adapter: all experts of a layer or none"
-            )
-            return
+    weights = weights_of(hf)
+    for weight, prefix in weights.rows():
+        every = [weights.names(prefix, tensor) for tensor in weight.disk]
+        for matrix in zip(*every):
+            found = [name for name in matrix if name in targets]
+            if found and len(found) < len(matrix):
+                missing = ", ".join(linear_of(name) for name in matrix if name not in targets)
+                yield (
+                    f"target_modules: {found[0].rsplit('.', 2)[0]} has {linear_of(found[0])} and not"
+                    f" {missing}: Megatron holds them in one matrix, target all or none of them"
+                )
+                return
+        for name, experts in zip((tensor.name for tensor in weight.disk), every):
+            adapted = len(targets.intersection(experts))
+            if 0 < adapted < len(experts):
+                layer = prefix + name.replace("{e}", "*")
+                yield (
+                    f"exclude_modules: {adapted} of the {len(experts)} experts of {layer} have an"
+                    " adapter: all experts of a layer or none"
+                )
+                return

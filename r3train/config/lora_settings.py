@@ -12,13 +12,14 @@ from r3train.config.requirements import excludes, only_with, Requirement, requir
 from r3train.config.section import Section
 
 ALL_LINEAR = "all-linear"
-# names on disk of the linears that Megatron holds in one matrix
-FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
-# latent attention's: queries and keys are compressed by the first of each two, and spread by the second
-LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
-# Mixtral's experts have w1 (gate), w3 (up) and w2 (down)
-# gpt-oss has gate_up_proj, and all experts of a layer in one tensor
-LINEARS = (*FUSED[0], *LATENT, "o_proj", *FUSED[1], "down_proj", *FUSED[2], "w2", "gate_up_proj")
+# names on disk: of attention; of latent attention, where the first of each two compresses queries, or keys with
+# values, and the second spreads them; of delta nets and Mamba mixers; of MLPs and experts, Mixtral's w1 (gate), w3
+# (up) and w2 (down); of experts in one tensor a layer
+LINEARS = tuple(
+    "q_proj k_proj v_proj q_a_proj q_b_proj kv_a_proj_with_mqa kv_b_proj o_proj"
+    " in_proj in_proj_qkvz in_proj_ba in_proj_qkv in_proj_z in_proj_b in_proj_a out_proj"
+    " gate_proj up_proj down_proj w1 w3 w2 gate_up_proj".split()
+)
 
 
 def linear_of(name: str) -> str:
@@ -42,7 +43,8 @@ class LoraSection(Section):
     """An adapter adds lora_alpha / lora_rank * B A x to its linear's output."""
     target_modules: tuple[str, ...] = Field(default=(ALL_LINEAR,), strict=False, min_length=1)
     """Linears that get an adapter, by their names on disk (q_proj, o_proj, gate_proj, ...), or
-    all-linear: attention, dense layers, shared experts, and one adapter for each routed expert."""
+    all-linear: attention, delta nets, Mamba mixers, dense layers, shared experts, and one adapter for
+    each routed expert."""
     exclude_modules: tuple[str, ...] = Field(default=(), strict=False)
     """Linears that get none: their names, or those of modules above them (experts, self_attn,
     layers.0)."""

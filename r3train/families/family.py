@@ -82,6 +82,8 @@ class Family:
     """SGLang serves it right with its linears in blocks of fp8."""
     peft_fuses_experts: bool = False
     """PEFT on transformers' model adapts all experts of a layer as one."""
+    unread_by_peft: Mapping[str, str] = field(default_factory=dict)
+    """Linears whose adapters PEFT does not put on transformers' model, each with the reason."""
     served_sparse: bool = False
     """SGLang builds every layer with experts."""
     cpu_attention: str = ""

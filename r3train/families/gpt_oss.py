@@ -64,7 +64,7 @@ def _yarn(keys: Keys) -> Fields:
     }
 
 
-_LAYOUT = dict(alternate=True, transposed=True, lora=True)
+_LAYOUT = dict(alternate=True, transposed=True)
 
 
 def _tiny(o: TinyOptions) -> dict[str, Any]:

@@ -75,6 +75,7 @@ HY_V3 = Family(
         "first_k_dense_replace": (1, None),
     },
     conflicts=_conflicts,
+    lora=True,
     defaults={
         "rms_norm_eps": 1e-5,
         "rope_theta": 11158840.0,

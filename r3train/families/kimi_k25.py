@@ -44,8 +44,8 @@ KIMI_K25 = replace(
     ),
     needs=DEEPSEEK_V3.needs | {"tie_word_embeddings": (False, False)},
     conflicts=_conflicts,
-    lora=False,
     adapters_served=False,
+    peft_fuses_experts=False,
     tiny={
         "kimi_k25": TinyModel(
             "Kimi_K25",

@@ -40,12 +40,13 @@ _MIXER = (
         ("hidden",),
         "rows",
         layers=_MAMBA,
+        lora=True,
     ),
     _convolution("weight", (1, "mamba_kernel")),
     _convolution("bias", ()),
     *(_per_head(name) for name in ("A_log", "D", "dt_bias")),
     vector(f"{ATTENTION}norm.weight", "mixer.norm.weight", _INNER, sharded="rows", layers=_MAMBA),
-    row(f"{ATTENTION}out_proj.weight", "mixer.out_proj.weight", _INNER, layers=_MAMBA, lora=False),
+    row(f"{ATTENTION}out_proj.weight", "mixer.out_proj.weight", _INNER, layers=_MAMBA),
 )
 _ATTENTION = (
     _norm("input_layernorm.weight", _FULL, f"{ATTENTION}linear_qkv.layer_norm_weight"),
@@ -57,23 +58,18 @@ _ATTENTION = (
         "rows",
         "kv_heads",
         layers=_FULL,
+        lora=True,
     ),
-    row(
-        f"{ATTENTION}linear_proj.weight",
-        "mixer.o_proj.weight",
-        "heads*head",
-        layers=_FULL,
-        lora=False,
-    ),
+    row(f"{ATTENTION}linear_proj.weight", "mixer.o_proj.weight", "heads*head", layers=_FULL),
 )
 
 
 def _up_and_down(name: str, disk: str, width: str) -> tuple[Weight, ...]:
     """An MLP without a gate."""
-    more = dict(layers=_SPARSE, lora=False)
+    up, down = (f"mixer.{disk}.{linear}_proj.weight" for linear in ("up", "down"))
     return (
-        column(f"mlp.{name}.linear_fc1.weight", f"mixer.{disk}.up_proj.weight", width, **more),
-        row(f"mlp.{name}.linear_fc2.weight", f"mixer.{disk}.down_proj.weight", width, **more),
+        column(f"mlp.{name}.linear_fc1.weight", up, width, layers=_SPARSE),
+        row(f"mlp.{name}.linear_fc2.weight", down, width, layers=_SPARSE),
     )
 
 
@@ -194,6 +190,8 @@ NEMOTRON_H = Family(
     defaults=_DEFAULTS,
     rotary=_no_positions,
     layers="mamba",
+    lora=True,
+    unread_by_peft={"out_proj": "PEFT refuses that of a Mamba mixer"},
     tiny={"nemotron_h": TinyModel("NemotronH", _tiny, option_keys=_published)},
 )
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from r3train.config.lora_settings import LINEARS
 from r3train.families.family import Config
 from r3train.families.qwen3_next import (
     FULL_EVERY_FOURTH,
@@ -61,7 +62,7 @@ QWEN3_5_MOE = replace(
         (
             *HYBRID,
             *delta_net(*_INPUTS),
-            *fused_experts(alternate=False, transposed=False, lora=False),
+            *fused_experts(alternate=False, transposed=False),
         ),
         prefix="model.language_model",
     ),
@@ -73,6 +74,10 @@ QWEN3_5_MOE = replace(
         "tie_word_embeddings": (False, False),
     },
     conflicts=_conflicts,
+    peft_fuses_experts=False,
+    unread_by_peft=dict.fromkeys(
+        LINEARS, "transformers' language model has other names, of which PEFT loads none"
+    ),
     tiny={
         "qwen3_5_moe": TinyModel(
             "Qwen3_5Moe",

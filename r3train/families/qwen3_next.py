@@ -45,7 +45,9 @@ def delta_net(*inputs: DiskTensor) -> tuple[Weight, ...]:
     conv = {part: _SIX[part] for part in "qkv"}
     by_head = dict(sharded="rows", layers=_LINEAR)
     return (
-        Weight(f"{here}in_proj.weight", inputs, _SIX, ("hidden",), "rows", layers=_LINEAR),
+        Weight(
+            f"{here}in_proj.weight", inputs, _SIX, ("hidden",), "rows", layers=_LINEAR, lora=True
+        ),
         Weight(
             f"{here}conv1d.weight",
             (DiskTensor(f"{disk}conv1d.weight"),),
@@ -57,13 +59,7 @@ def delta_net(*inputs: DiskTensor) -> tuple[Weight, ...]:
         vector(f"{here}A_log", f"{disk}A_log", "linear_heads", **by_head, float32=True),
         vector(f"{here}dt_bias", f"{disk}dt_bias", "linear_heads", **by_head),
         vector(f"{here}out_norm.weight", f"{disk}norm.weight", "linear_value", layers=_LINEAR),
-        row(
-            f"{here}out_proj.weight",
-            f"{disk}out_proj.weight",
-            _VALUES,
-            layers=_LINEAR,
-            lora=False,
-        ),
+        row(f"{here}out_proj.weight", f"{disk}out_proj.weight", _VALUES, layers=_LINEAR),
     )
 
 
@@ -188,6 +184,8 @@ QWEN3_NEXT = Family(
     },
     rotary=part_of_heads_rotates,
     layers="gated_delta_net",
+    lora=True,
+    peft_fuses_experts=True,
     tiny={"qwen3_next": TinyModel("Qwen3Next", tiny_hybrid, FULL_EVERY_FOURTH, recipe_version=2)},
 )
 

@@ -38,14 +38,13 @@ QWEN3_VL_MOE = replace(
         (
             *QWEN3.weights.layer_weights,
             router(),
-            *fused_experts(alternate=False, transposed=True, lora=False),
+            *fused_experts(alternate=False, transposed=True),
         ),
         prefix="model.language_model",
     ),
     # transformers normalises without asking
     needs=QWEN3_MOE.needs | {"norm_topk_prob": (True, True), "tie_word_embeddings": (False, False)},
     defaults={"rope_theta": 500000.0},
-    lora=False,
     adapters_served=False,
     fp8_served=False,
     tiny={"qwen3_vl_moe": TinyModel("Qwen3VLMoe", _tiny, vision=_vision, experts="turned")},

@@ -128,9 +128,7 @@ def experts(
 W123 = experts("block_sparse_moe.experts", "w1", "w3", "w2")
 
 
-def fused_experts(
-    kind: str = "weight", *, alternate: bool, transposed: bool, lora: bool
-) -> tuple[Weight, ...]:
+def fused_experts(kind: str = "weight", *, alternate: bool, transposed: bool) -> tuple[Weight, ...]:
     """Experts of which all of a layer are one tensor on disk, or their biases (``kind`` "bias").
 
     alternate: a row of gate follows each row of up there.  transposed: inputs are the first axis.
@@ -139,7 +137,7 @@ def fused_experts(
     suffix = "" if is_weight else "_bias"
     both, down = (f"mlp.experts.{name}{suffix}" for name in ("gate_up_proj", "down_proj"))
     flags = dict(transposed=transposed and is_weight, all_experts=True)
-    more = dict(layers=_SPARSE, lora=lora and is_weight)
+    more = dict(layers=_SPARSE, lora=is_weight)
     return (
         Weight(
             f"mlp.experts.linear_fc1.{kind}",

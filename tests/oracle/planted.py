@@ -712,7 +712,7 @@ def qkv_a_not_summed(adapter):
 def o_proj_b_not_summed(adapter):
     """B of the attention's output has the gradient of this rank's tokens only."""
     if not adapter.is_column and not adapter.is_expert:
-        adapter.b0.sequence_parallel = False
+        adapter.b[0][0].sequence_parallel = False
 
 
 @replaces(lora, "sum_over_expert_tp", caught_by=LORA)
@@ -750,11 +750,10 @@ def replicas_drawn_by_rank(original, seed):
 
 
 @changes_adapters
-def norm_counts_naively(adapter):
-    """The gradient norm counts replicas of experts as those of dense linears."""
+def norm_counts_replicas(adapter):
+    """The gradient norm counts every tensor rank's replica of a factor."""
     for p in adapter.parameters():
-        if p.sharded_dim is None:
-            p.tensor_model_parallel, p.shared = False, False
+        p.tensor_model_parallel = True
 
 
 @replaces(lora, "let_gradients_pass", caught_by=LORA)
@@ -797,11 +796,11 @@ def qkv_joined_as_on_disk(original, self, parts, dim):
 @changes_adapters
 def b_in_a_list(adapter):
     """A list holds the B's: overlapped gathers wait for what a called module holds itself."""
-    held = adapter.b
-    for i, b in enumerate(held):
-        delattr(adapter, f"b{i}")
-        object.__setattr__(adapter, f"b{i}", b)
-    adapter.held = torch.nn.ParameterList(held)
+    held = {name: p for name, p in adapter.named_parameters() if name != "a"}
+    for name, b in held.items():
+        delattr(adapter, name)
+        object.__setattr__(adapter, name, b)
+    adapter.held = torch.nn.ParameterList(held.values())
 
 
 @mutation(caught_by=LORA)
@@ -818,6 +817,30 @@ def norm_left_in_the_linear(config, hf):
 def rows_of_another_expert(original, linear, args, output):
     """The experts of one linear take one another's rows."""
     return original(linear, (args[0], args[1][::-1]), output)
+
+
+@replaces(lora.Lora, "fill", caught_by=LORA)
+def factor_of_another_rank(original, self, whole):
+    """Each tensor rank begins with the shards of the rank before it."""
+
+    def rolled(name, shape):
+        values = whole(name, shape)
+        if self.is_whole or self.is_column != name.endswith("lora_B"):
+            return values
+        dim = 0 if self.is_column else 1
+        return values.roll(shape[dim] // self.group.size(), dim)
+
+    return original(self, rolled)
+
+
+@replaces(lora, "take_apart", caught_by=LORA)
+def parts_cut_as_one(original, whole, groups, rows):
+    """One cut goes through all parts of a linear, not one through each."""
+    if groups is not None:
+        return original(whole, groups, rows)
+    ranks = lora.ps.get_tensor_model_parallel_world_size()
+    cut = [shard.split([n // ranks for n in rows]) for shard in whole.chunk(ranks)]
+    return [torch.cat(part) for part in zip(*cut)]
 
 
 @replaces(lora, "_whole_factors", caught_by=LORA)

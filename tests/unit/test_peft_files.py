@@ -17,6 +17,7 @@ from r3train.peft_files import (
     TENSORS,
     AdapterFile,
     check_adapter,
+    not_in_peft,
     packed_name,
     saved_forms,
     write_adapter,
@@ -199,7 +200,13 @@ def test_adapters_of_experts_of_one_tensor_a_layer_are_in_no_file_of_peft(tmp_pa
 
 @pytest.mark.parametrize(
     "family, without_experts",
-    [("moonlight", False), ("glm4_moe_lite", False), ("deepseek_v2", False), ("qwen2_moe", True)],
+    [
+        ("moonlight", False),
+        ("glm4_moe_lite", False),
+        ("deepseek_v2", False),
+        ("qwen2_moe", True),
+        ("kimi_k25", True),
+    ],
 )
 def test_peft_drops_shared_experts_of_some_families_also_without_routed_ones(
     family, without_experts, tmp_path
@@ -209,3 +216,24 @@ def test_peft_drops_shared_experts_of_some_families_also_without_routed_ones(
     assert saved_forms(LoraSection(lora_rank=4), hf) == (True, False)
     alone = LoraSection(lora_rank=4, exclude_modules=["experts"])
     assert saved_forms(alone, hf) == (True, without_experts)
+
+
+@pytest.mark.parametrize(
+    "family, excluded, unread",
+    [
+        ("nemotron_h", [], "backbone.layers.0.mixer.out_proj: PEFT refuses that of a Mamba mixer"),
+        ("nemotron_h", ["experts", "out_proj"], None),
+        (
+            "qwen3_5_moe",
+            ["mlp"],
+            "layers.0.linear_attn.in_proj_a: transformers' language model has",
+        ),
+    ],
+)
+def test_linears_whose_adapters_peft_does_not_read_are_named(family, excluded, unread, tmp_path):
+    build(tmp_path, TinyOptions(family=family))
+    hf = read_hf_facts(tmp_path / "model")
+    settings = LoraSection(lora_rank=4, exclude_modules=excluded)
+    reason = not_in_peft(settings, hf)
+    assert unread in reason if unread else reason is None
+    assert saved_forms(settings, hf) == (True, unread is None)

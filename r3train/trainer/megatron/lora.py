@@ -2,10 +2,11 @@
 
 An adapter is a child (``.lora``) of the linear that it adapts, and a forward hook calls it, so that no
 parameter of the base has another name.  ``y = W x + scale * B A x``, one A and one B for each of the
-linear's projections on disk (query, key, value; gate, up).  The A's are stacked in one parameter:
+linear's projections on disk (query, key, value; gate, up).  The A's are stacked in one parameter.  A B of several
+parts (a query with its gate, a Mamba mixer's input) has a parameter for each, for each is cut by itself:
 
 =============  ===========================  =========================  ===============================
-linear         A [parts * r, in]            B [out of a part, r]       not whole after backward
+linear         A [projections * r, in]      B [out of a part, r]       not whole after backward
 =============  ===========================  =========================  ===============================
 column, TP+SP  replicated, on the SP shard  sharded (rows)             A: tokens of a shard, sum over TP
 row, TP+SP     sharded (columns)            replicated, on the shard   B: tokens of a shard, sum over TP
@@ -28,8 +29,9 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -54,7 +56,7 @@ from r3train.peft_files import AdapterFile
 from r3train.trainer.megatron.export import gather, is_leader, to_rank_0
 from r3train.trainer.megatron.freezing import let_gradients_pass
 from r3train.trainer.megatron.hf_weights import chunk_weights
-from r3train.trainer.megatron.weight_layout import HfTensors
+from r3train.trainer.megatron.weight_layout import HfTensors, put_together, take_apart
 
 _COLUMN: tuple[type, ...] = (ColumnParallelLinear,)
 _ROW: tuple[type, ...] = (RowParallelLinear,)
@@ -68,20 +70,30 @@ Factors = Callable[[str, tuple[int, int]], torch.Tensor]
 _EXPERT_ID = re.compile(r"\.experts\.(\d+)\.")
 
 
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """A linear on disk, one of those that Megatron holds in one matrix.
+
+    rows: this rank's, of each of its parts.  groups: slices of whole parts alternate so often on disk.
+    """
+
+    path: str
+    rows: Mapping[str, int]
+    groups: int | None
+
+
 class Lora(torch.nn.Module):
     """The adapter of one linear.
 
-    linear: one of this rank's.  weight: its matrix, or an expert's.  paths: its projections' paths on disk, in
-    Megatron's order of rows.  query_groups: those of this rank, of a linear that joins query, key and value;
-    else 0.
+    linear: one of this rank's.  weight: its matrix, or an expert's.  projections: in Megatron's order of rows.
+    query_groups: those of this rank, of a linear that joins query, key and value; else 0.
     """
 
     def __init__(
         self,
         linear: torch.nn.Module,
         weight: torch.nn.Parameter,
-        paths: Sequence[str],
-        widths: Sequence[int],
+        projections: Sequence[Projection],
         settings: LoraSection,
         *,
         is_expert: bool,
@@ -89,7 +101,7 @@ class Lora(torch.nn.Module):
     ):
         super().__init__()
         self.adapted = (weight,)  # in a tuple: it is no parameter of the adapter
-        self.paths = tuple(paths)
+        self.projections = tuple(projections)
         self.rank, self.scale = settings.lora_rank, settings.scale
         self.is_expert, self.query_groups = is_expert, query_groups
         self._experts_per_rank = 0
@@ -104,13 +116,14 @@ class Lora(torch.nn.Module):
         self.enabled = True
         self.sequence_parallel = linear.config.sequence_parallel and not is_expert
         is_row = not (self.is_column or self.is_whole)
-        shape = len(paths) * self.rank, weight.shape[1]
+        shape = len(projections) * self.rank, weight.shape[1]
         self.a = self._parameter(weight, shape, sharded_dim=1 if is_row else None)
-        for i, width in enumerate(widths):
-            # not in a ParameterList: Megatron's overlap_param_gather waits for the parameters that a
-            # module itself holds when it is called, and nobody calls a list
-            b = self._parameter(weight, (width, self.rank), 0 if self.is_column else None)
-            self.register_parameter(f"b{i}", b)
+        for i, projection in enumerate(projections):
+            for part, rows in projection.rows.items():
+                # not in a ParameterList: Megatron's overlap_param_gather waits for the parameters that a
+                # module itself holds when it is called, and nobody calls a list
+                b = self._parameter(weight, (rows, self.rank), 0 if self.is_column else None)
+                self.register_parameter(f"b{i}_{part}", b)
 
     def _parameter(
         self, weight: torch.Tensor, shape: tuple[int, int], sharded_dim: int | None
@@ -123,15 +136,9 @@ class Lora(torch.nn.Module):
         p.allreduce = getattr(weight, "allreduce", True)
         p.partition_dim = -1 if sharded_dim is None else sharded_dim
         p.partition_stride = 1
-        if sharded_dim is not None or self.group.size() == 1:
-            # of an expert every rank counts it: the norm asks the dense tensor rank of a replica
-            p.tensor_model_parallel = sharded_dim is not None or self.is_expert
-        elif self.is_expert:
-            p.tensor_model_parallel = True
-            p.shared = self.group.rank() != 0
-            p.sum_over_expert_tp = True
-        else:
-            p.tensor_model_parallel = False
+        p.tensor_model_parallel = sharded_dim is not None
+        if sharded_dim is None and self.group.size() > 1:
+            p.sum_over_expert_tp = self.is_expert
             p.sequence_parallel = self.sequence_parallel  # finalize_model_grads sums it over TP
         return p
 
@@ -143,22 +150,31 @@ class Lora(torch.nn.Module):
         return ps.get_data_parallel_rank(with_context_parallel=True)
 
     @property
-    def b(self) -> list[torch.nn.Parameter]:
-        """B of each projection."""
-        return [getattr(self, f"b{i}") for i in range(len(self.paths))]
+    def b(self) -> list[list[torch.nn.Parameter]]:
+        """B of each projection, part by part."""
+        return [
+            [getattr(self, f"b{i}_{part}") for part in projection.rows]
+            for i, projection in enumerate(self.projections)
+        ]
 
-    def factors(self) -> Iterator[tuple[str, torch.nn.Parameter, slice]]:
-        """Yield every factor: its name on disk, the parameter that holds it, its rows there."""
-        for i, path in enumerate(self.paths):
-            yield f"{path}.lora_A", self.a, slice(i * self.rank, (i + 1) * self.rank)
-            yield f"{path}.lora_B", self.b[i], slice(None)
+    def factors(self) -> Iterator[tuple[str, list[tuple[torch.nn.Parameter, slice]], int | None]]:
+        """Yield every factor: its name on disk, its parts as rows of parameters, their groups on disk."""
+        for i, (projection, b) in enumerate(zip(self.projections, self.b)):
+            rows = slice(i * self.rank, (i + 1) * self.rank)
+            yield f"{projection.path}.lora_A", [(self.a, rows)], None
+            parts = [(parameter, slice(None)) for parameter in b]
+            yield f"{projection.path}.lora_B", parts, projection.groups
 
     def saved(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Yield the parameters, each by its name in a training checkpoint."""
-        head = self.paths[0].rpartition(".")[0]
-        leaves = "+".join(path.rpartition(".")[2] for path in self.paths)
+        paths = [projection.path for projection in self.projections]
+        head = paths[0].rpartition(".")[0]
+        leaves = "+".join(path.rpartition(".")[2] for path in paths)
         yield f"{head}.{leaves}.lora_A", self.a
-        yield from ((f"{path}.lora_B", b) for path, b in zip(self.paths, self.b))
+        for projection, b in zip(self.projections, self.b):
+            name = f"{projection.path}.lora_B"
+            names = [name] if len(b) == 1 else [f"{name}.{part}" for part in projection.rows]
+            yield from zip(names, b)
 
     def named_by_expert(
         self, name: str, experts: Sequence[torch.Tensor]
@@ -175,23 +191,22 @@ class Lora(torch.nn.Module):
     @torch.no_grad()
     def fill(self, whole: Factors) -> None:
         """Take this rank's shards of whole factors."""
-        size = self.group.size()
-        for name, parameter, rows in self.factors():
-            shard = parameter[rows]
-            shape, dim = list(shard.shape), parameter.sharded_dim
-            if dim is not None:
-                shape[dim] *= size
-            values = whole(name, (shape[0], shape[1]))
-            if dim is not None:
-                values = values.chunk(size, dim)[self.group.rank()]
-            shard.copy_(values)
+        for name, parts, groups in self.factors():
+            shards = [parameter[rows] for parameter, rows in parts]
+            dim, ranks = parts[0][0].sharded_dim, self.group.size()
+            rows = [len(shard) * (ranks if dim == 0 else 1) for shard in shards]
+            columns = shards[0].shape[1] * (ranks if dim == 1 else 1)
+            values = take_apart(whole(name, (sum(rows), columns)), groups, rows)
+            for shard, part in zip(shards, values):
+                shard.copy_(part if dim is None else part.chunk(ranks, dim)[self.group.rank()])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return what to add to the linear's output; x is the linear's input."""
         low = F.linear(x, self.a)
         if self.group.size() > 1 and not self.is_expert and not self.is_whole:
             low = self._across_ranks(low)
-        parts = [F.linear(part, b) for part, b in zip(low.split(self.rank, -1), self.b)]
+        pairs = zip(low.split(self.rank, -1), self.b)
+        parts = [F.linear(low, part) for low, b in pairs for part in b]
         return self.scale * self._joined(parts, -1)
 
     def _across_ranks(self, low: torch.Tensor) -> torch.Tensor:
@@ -204,7 +219,7 @@ class Lora(torch.nn.Module):
         return reduce_from_tensor_model_parallel_region(low, group=self.group)
 
     def _joined(self, parts: list[torch.Tensor], dim: int) -> torch.Tensor:
-        """Join projections in the order of Megatron's rows: query, key, value per group; gate, up."""
+        """Join parts in the order of Megatron's rows: query, key, value per group; gate, up."""
         if not self.query_groups:
             return torch.cat(parts, dim)
         grouped = [part.unflatten(dim, (self.query_groups, -1)) for part in parts]
@@ -214,7 +229,8 @@ class Lora(torch.nn.Module):
     @torch.no_grad()
     def delta(self) -> torch.Tensor:
         """Return what merging adds to this rank's shard of the weight, float32; no communication."""
-        parts = [b.float() @ a.float() for a, b in zip(self.a.split(self.rank), self.b)]
+        pairs = zip(self.a.split(self.rank), self.b)
+        parts = [part.float() @ a.float() for a, b in pairs for part in b]
         return self.scale * self._joined(parts, 0)
 
 
@@ -266,19 +282,25 @@ def _paths(hf: HfTensors) -> list[str]:
 
 def _adapter(linear: Any, weight: torch.nn.Parameter, hf: HfTensors, settings: LoraSection) -> Lora:
     layout, query_groups = hf.layout, 0
-    on_disk, is_expert = layout.disk_rows(), layout.weight.is_expert
-    # all of them, or this rank's share
-    widths = [weight.shape[0] * rows // sum(on_disk) for rows in on_disk]
+    ranks = sum(layout.rows.values()) // weight.shape[0]
+    projections = [
+        Projection(
+            path,
+            {part: rows // ranks for part, rows in zip(on_disk.parts, on_disk.rows)},
+            # an expert's adapter has gate before up, however the experts' tensor has them
+            None if layout.all_experts else on_disk.groups,
+        )
+        for path, on_disk in zip(_paths(hf), layout.disk, strict=True)
+    ]
     if layout.groups is not None:
         query_groups = layout.groups // ps.get_tensor_model_parallel_world_size()
         assert query_groups, "tensor ranks beyond the number of key-value heads"
     return Lora(
         linear,
         weight,
-        _paths(hf),
-        widths,
+        projections,
         settings,
-        is_expert=is_expert,
+        is_expert=layout.weight.is_expert,
         query_groups=query_groups,
     )
 
@@ -322,9 +344,12 @@ def norms_apart(layers: Any) -> None:
     """Change Transformer Engine's specification of a chunk's layers: no linear holds the norm before it."""
     for layer in layers.layer_specs:
         block = layer.submodules
-        attention, mlp = block.self_attention.submodules, block.mlp.keywords["submodules"]
+        # a layer of one mixer has one of the two
+        attention = getattr(block.self_attention, "submodules", None)
+        mlp = getattr(block.mlp, "keywords", {}).get("submodules")
         for linears, linear, norms, norm in (
             (attention, "linear_qkv", block, "input_layernorm"),
+            (attention, "in_proj", block, "input_layernorm"),
             (attention, "linear_q_up_proj", attention, "q_layernorm"),
             (attention, "linear_kv_up_proj", attention, "kv_layernorm"),
             (mlp, "linear_fc1", block, "pre_mlp_layernorm"),
@@ -431,10 +456,14 @@ def _whole_factors(
     for adapter in adapters(chunks):
         if adapter.copy > 0:
             continue
-        for name, parameter, rows in adapter.factors():
-            shard, dim = value_of(parameter)[rows], parameter.sharded_dim
-            shards = gather(shard, None if dim is None else adapter.group)
-            whole = None if shards is None else torch.cat(shards, dim or 0).contiguous()
+        for name, parts, groups in adapter.factors():
+            dim = parts[0][0].sharded_dim
+            group = None if dim is None else adapter.group
+            shards = [gather(value_of(parameter)[rows], group) for parameter, rows in parts]
+            whole = None
+            if shards[0] is not None:
+                whole = [torch.cat(of_ranks, dim or 0) for of_ranks in shards]
+                whole = put_together(whole, groups).contiguous()
             if not adapter.is_expert:
                 if is_leader():
                     yield name, whole

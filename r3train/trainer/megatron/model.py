@@ -255,13 +255,13 @@ def _build_chunk(
 
         for layer in spec.layer_specs:
             layer.submodules.self_attention.submodules.core_attention = PackedCoreAttention
-    elif adapted:
-        lora.norms_apart(spec)
-    else:
+    elif not adapted:
         for layer in spec.layer_specs:
             _save_norms_as_local(layer.submodules)
     first_layer = get_transformer_layer_offset(config, vp_stage=vp_stage)
     ADAPTATIONS[family.layers](spec, weights, first_layer, use_te)
+    if use_te and adapted:
+        lora.norms_apart(spec)
     return GPTModel(
         config,
         spec,

@@ -16,7 +16,7 @@ import torch
 from r3train.families.weights import OUTPUT_LAYER, ModelWeights, Weight, number
 
 
-def _take_apart(
+def take_apart(
     tensor: torch.Tensor, groups: int | None, rows: Sequence[int]
 ) -> Sequence[torch.Tensor]:
     """Return the parts of [sum(rows), ...]: one after another, or slices of all of them in each group."""
@@ -28,8 +28,8 @@ def _take_apart(
     return [part.flatten(0, 1) for part in slices]
 
 
-def _put_together(parts: Sequence[torch.Tensor], groups: int | None) -> torch.Tensor:
-    """Undo ``_take_apart``."""
+def put_together(parts: Sequence[torch.Tensor], groups: int | None) -> torch.Tensor:
+    """Undo ``take_apart``."""
     if len(parts) == 1:
         return parts[0]
     if groups is None:
@@ -38,7 +38,7 @@ def _put_together(parts: Sequence[torch.Tensor], groups: int | None) -> torch.Te
 
 
 @dataclass(frozen=True)
-class _OnDisk:
+class OnDisk:
     """A ``DiskTensor`` with numbers: the rows of its parts, before they are transposed."""
 
     parts: tuple[str, ...]
@@ -51,6 +51,7 @@ class Layout:
     """A ``Weight`` with numbers.
 
     weight: the row.  rows: those of each part, in Megatron's order.  groups: the row's, as a number.
+    disk: its tensors on disk.
     """
 
     def __init__(self, weight: Weight, weights: ModelWeights):
@@ -58,8 +59,8 @@ class Layout:
         self.weight = weight
         self.rows = {part: number(rows, sizes) for part, rows in weight.parts.items()}
         self.groups = None if weight.groups is None else number(weight.groups, sizes)
-        self._disk = [
-            _OnDisk(
+        self.disk = [
+            OnDisk(
                 tensor.parts,
                 [self.rows[part] for part in tensor.parts],
                 None if tensor.groups is None else number(tensor.groups, sizes),
@@ -75,14 +76,14 @@ class Layout:
 
     @cached_property
     def _is_as_on_disk(self) -> bool:
-        tensor = self._disk[0]
-        return len(self._disk) == 1 and not tensor.transposed and tensor.groups == self.groups
+        tensor = self.disk[0]
+        return len(self.disk) == 1 and not tensor.transposed and tensor.groups == self.groups
 
     @cached_property
     def _split_rows(self) -> list[int] | None:
         """Rows of the tensors on disk where each is one part and nothing alternates (gate, up); else None."""
-        plain = self.groups is None and not any(tensor.transposed for tensor in self._disk)
-        each = [tensor.parts for tensor in self._disk] == [(part,) for part in self.rows]
+        plain = self.groups is None and not any(tensor.transposed for tensor in self.disk)
+        each = [tensor.parts for tensor in self.disk] == [(part,) for part in self.rows]
         return list(self.rows.values()) if plain and each else None
 
     def from_disk(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -90,10 +91,10 @@ class Layout:
         if self._is_as_on_disk:
             return tensors[0]
         parts: dict[str, torch.Tensor] = {}
-        for on_disk, tensor in zip(self._disk, tensors, strict=True):
+        for on_disk, tensor in zip(self.disk, tensors, strict=True):
             tensor = tensor.T if on_disk.transposed else tensor
-            parts |= zip(on_disk.parts, _take_apart(tensor, on_disk.groups, on_disk.rows))
-        return _put_together([parts[part] for part in self.rows], self.groups)
+            parts |= zip(on_disk.parts, take_apart(tensor, on_disk.groups, on_disk.rows))
+        return put_together([parts[part] for part in self.rows], self.groups)
 
     def to_disk(self, whole: torch.Tensor) -> Sequence[torch.Tensor]:
         """Undo ``from_disk``; views of ``whole`` where nothing alternates."""
@@ -101,16 +102,12 @@ class Layout:
             return (whole,)
         if self._split_rows is not None:
             return whole.split(self._split_rows)
-        parts = dict(zip(self.rows, _take_apart(whole, self.groups, list(self.rows.values()))))
-        tensors = (_put_together([parts[p] for p in t.parts], t.groups) for t in self._disk)
+        parts = dict(zip(self.rows, take_apart(whole, self.groups, list(self.rows.values()))))
+        tensors = (put_together([parts[p] for p in t.parts], t.groups) for t in self.disk)
         return [
             (tensor.T if on_disk.transposed else tensor).contiguous()
-            for on_disk, tensor in zip(self._disk, tensors)
+            for on_disk, tensor in zip(self.disk, tensors)
         ]
-
-    def disk_rows(self) -> list[int]:
-        """Return how many of Megatron's rows each tensor on disk holds."""
-        return [sum(tensor.rows) for tensor in self._disk]
 
     def _sections(self, ranks: int) -> list[int] | None:
         """Rows of what is cut part by part; None where one cut goes through all rows."""

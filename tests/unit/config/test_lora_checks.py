@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 
 import pytest
 
 from r3train.config.cross_checks import check_model
 from r3train.config.hf_facts import read_hf_facts
 from r3train.config.lora_settings import LoraSection
-from r3train.families import tensor_names
+from r3train.families import FAMILIES, tensor_names
 from r3train.verify.tiny import build
 from r3train.families.tiny_options import TinyOptions
 from r3train.verify.model_zoo import VARIANTS, write_checkpoint
@@ -84,12 +85,11 @@ def test_all_linear_is_attention_dense_shared_and_every_routed_expert(glm):
     check_model(config(**LORA), glm, 1)
 
 
-def test_adapters_of_a_family_in_which_nobody_verified_them_are_refused(tmp_path):
-    build(tmp_path / "tiny", TinyOptions(family="qwen3_next"))
-    with pytest.raises(
-        ValueError, match="no adapters of qwen3_next; there are those of deepseek_v2"
-    ):
-        check_model(config(**LORA), read_hf_facts(tmp_path / "tiny" / "model"), 1)
+def test_adapters_of_a_family_in_which_nobody_verified_them_are_refused(glm, monkeypatch):
+    check_model(config(**LORA), glm, 1)
+    monkeypatch.setitem(FAMILIES, "glm4_moe", replace(FAMILIES["glm4_moe"], lora=False))
+    with pytest.raises(ValueError, match="no adapters of glm4_moe; there are those of deepseek_v2"):
+        check_model(config(**LORA), glm, 1)
 
 
 @pytest.mark.parametrize(
@@ -128,6 +128,18 @@ def test_experts_of_one_tensor_a_layer_are_targets_by_that_tensors_name(tmp_path
         assert len(left) == 4 and all(".self_attn." in n for n in left)
     with pytest.raises(ValueError, match="has no gate_proj; it has .*gate_up_proj"):
         check_model(config(**LORA, target_modules=["gate_proj"]), hf, 1)
+
+
+def test_projections_of_a_delta_net_are_targets_together(tmp_path):
+    build(tmp_path / "tiny", TinyOptions(family="qwen3_5_moe"))
+    hf = read_hf_facts(tmp_path / "tiny" / "model")
+    check_model(config(**LORA), hf, 1)
+    net = "model.language_model.layers.0.linear_attn"
+    said = (
+        f"target_modules: {net} has in_proj_qkv and not in_proj_z, in_proj_b: Megatron holds them"
+    )
+    with pytest.raises(ValueError, match=said):
+        check_model(config(**LORA, exclude_modules=["in_proj_z", "in_proj_b"]), hf, 1)
 
 
 @pytest.mark.parametrize(

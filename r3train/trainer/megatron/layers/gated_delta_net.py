@@ -89,7 +89,7 @@ def adapt_gated_delta_net(
             # layers share one specification
             layer = layers.layer_specs[i] = copy.deepcopy(spec)
             parts = layer.submodules
-            parts.self_attention = delta_net
+            parts.self_attention = copy.deepcopy(delta_net)
             parts.sharded_state_dict_keys_map["self_attention.in_proj.layer_norm_"] = (
                 "self_attention.linear_qkv.layer_norm_"
             )

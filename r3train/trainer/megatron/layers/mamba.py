@@ -86,6 +86,6 @@ def adapt_mamba(layers: Any, weights: ModelWeights, first_layer: int, use_te: bo
             **{name: getattr(whole, name) for name in kept}, sharded_state_dict_keys_map=names
         )
         if "mamba" in traits:
-            parts.self_attention = mixer
+            parts.self_attention = copy.deepcopy(mixer)
             names["self_attention.in_proj.layer_norm_"] = "self_attention.linear_qkv.layer_norm_"
         layer.submodules = parts
