@@ -16,7 +16,7 @@ from r3train.config import RunConfig
 from r3train.config.hf_facts import HfModelFacts, load_model_config
 from r3train.config.lora_settings import LoraSection
 from r3train.data.rotated_files import PART_BYTES
-from r3train.families import FAMILIES, weights_of
+from r3train.families import FAMILIES, quantised_tensors, weights_of
 from r3train.families.weights import ModelWeights, Weight
 from r3train.launch.gpus import server_size
 from r3train.routing.layers import layers_by_stage, recomputed_moe_layers
@@ -105,6 +105,12 @@ class Model:
     def total(self) -> Parameters:
         """The whole model's; a tied output layer counts once."""
         return self.stage_parameters(range(1, len(self.layers) + 1), is_first=True, is_last=True)
+
+    @cached_property
+    def quantised(self) -> int:
+        """Numbers that servers of fp8 hold in a byte each."""
+        shapes = self.table.shapes()
+        return sum(prod(shapes[name]) for name in quantised_tensors(self.hf))
 
     def stage_parameters(
         self, layers: Iterable[int], *, is_first: bool, is_last: bool
@@ -215,7 +221,7 @@ def stages(config: RunConfig, model: Model, world_size: int) -> list[StageRanks]
                 ranks=range(number * each, (number + 1) * each),
                 held=_held(config, parameters, world_size),
                 passes=pass_bytes(config, model, number, chunks, has_head=is_last),
-                update=min(update, model.total.total * value_bytes(config)),
+                update=min(update, served_bytes(config, model)),
             )
         )
     return found
@@ -233,7 +239,7 @@ def host_bytes(
 
     on_gpus: GPUs are here; a recipe for NCCL is judged as on them.
     """
-    weights = model.total.total * value_bytes(config)
+    weights = served_bytes(config, model)
     own_servers = config.has_engines and not config.rollout.rollout_external_engine_addrs
     host = {
         "processes": (num_ranks + own_servers) * PROCESS_BYTES,
@@ -257,6 +263,12 @@ def host_bytes(
 def value_bytes(config: RunConfig) -> int:
     """Bytes of a weight, and of an activation."""
     return 2 if config.model.bf16 else 4
+
+
+def served_bytes(config: RunConfig, model: Model) -> int:
+    """Bytes of all weights as a server holds them; the scales of fp8 are a 4096th of its numbers."""
+    saved = model.quantised if config.serves_fp8 else 0
+    return model.total.total * value_bytes(config) - saved
 
 
 def _held(config: RunConfig, parameters: Parameters, world_size: int) -> Held:
@@ -410,7 +422,7 @@ def estimate_server(
 ) -> ServerEstimate:
     """One server of the run: those of several GPUs split weights and keys, and every GPU has all of MLA's."""
     rollout, value = config.rollout, value_bytes(config)
-    weights = model.total.total * value
+    weights = served_bytes(config, model)
     budget = server_fraction(config, gpu_bytes) * gpu_bytes - SERVER_BYTES
     gpus, is_given = server_size(rollout.sglang), True
     if gpus is None:  # the fewest that leave a third of their room to the pool

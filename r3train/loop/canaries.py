@@ -51,6 +51,7 @@ from r3train.proof.served_verdict import (
     difference,
     judge_served,
     MOST_MEAN,
+    MOST_MEAN_OF_FP8,
     ServedRecord,
     ServerRead,
 )
@@ -251,7 +252,7 @@ class Canaries:
             f"{coverage.tokens_used / coverage.vocabulary:.0%} of the vocabulary; servers repeat themselves {repeats}, and are"
             f" {noise.gap_mean:.2g} nats from the actor on average"
         )
-        if noise.gap_mean > MOST_MEAN:
+        if noise.gap_mean > (MOST_MEAN_OF_FP8 if self.config.serves_fp8 else MOST_MEAN):
             gap = FAMILIES[self.hf.model_type].log_prob_gap
             self.rank_zero.display.note(
                 f"canaries: {noise.gap_mean:.2g} nats on average are seldom rounding (of {self.hf.model_type} at most {gap:g} in"

@@ -225,6 +225,17 @@ def test_a_pool_is_what_weights_leave_of_the_servers_memory(tiny, qwen3):
     assert capped.pool_tokens == 5000
 
 
+def test_servers_of_fp8_hold_a_byte_for_each_number_of_their_linears(tiny, qwen3):
+    bf16 = config_of(tiny, bf16=True)
+    fp8 = config_of(tiny, bf16=True, rollout_weights="fp8")
+    whole, less = (estimate_server(c, qwen3, 80e9, 8) for c in (bf16, fp8))
+    # embedding and output layer, routers, norms
+    kept = 2 * 151936 * 2048 + 48 * (128 * 2048 + 2 * 2048 + 2 * 128) + 2048
+    assert whole.weights * whole.gpus == 30_532_122_624 * 2
+    assert less.weights * less.gpus == 30_532_122_624 + kept
+    assert less.gpus < whole.gpus
+
+
 @pytest.mark.parametrize(
     "flags, share",
     [({}, 0.8), ({"swa_full_tokens_ratio": 0.1}, 0.1), ({"disable_hybrid_swa_memory": True}, 1.0)],
