@@ -18,6 +18,7 @@ from typing import NoReturn
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _POLL_S = 0.005
+_MOST_OF_GRACE_S = 0.5
 
 
 def adopt_orphans() -> None:
@@ -76,13 +77,16 @@ def kill_all(find: Callable[[], list[int]], limit_s: float) -> list[int]:
 def end_descendants(grace_s: float = 0.0) -> None:
     """End all processes below this one: by SIGTERM first if they have ``grace_s`` to end, then by SIGKILL.
 
-    They are killed again and again: what is killed may have forked.
+    They are killed again and again: what is killed may have forked.  A look takes at most 0.5 s of the grace:
+    seconds in which the machine ran nothing were nobody's to end in.
     """
-    killed_from = time.monotonic() + grace_s
     if grace_s:
         _signal(descendants(), signal.SIGTERM)
+    looked = time.monotonic()
     while left := descendants():
-        if time.monotonic() >= killed_from:
+        now = time.monotonic()
+        grace_s, looked = grace_s - min(now - looked, _MOST_OF_GRACE_S), now
+        if grace_s <= 0:
             _signal(left, signal.SIGKILL)
         _reap()
         time.sleep(_POLL_S)
@@ -94,18 +98,13 @@ def keep(child: int, grace_s: float = 0.0) -> NoReturn:
 
     The caller has adopted orphans and blocked SIGTERM.  grace_s: see ``end_descendants``.
     """
-
-    def end_and_exit(*_: object) -> None:
-        end_descendants(grace_s)
-        os._exit(0)
-
-    signal.signal(signal.SIGTERM, end_and_exit)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-    ended, status = 0, 0
-    while ended != child:  # others are orphans
-        ended, status = os.waitpid(-1, 0)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+    while child not in (ended := _reap()):  # others are orphans
+        if signal.sigwaitinfo({signal.SIGTERM, signal.SIGCHLD}).si_signo == signal.SIGTERM:
+            end_descendants(grace_s)
+            os._exit(0)
     end_descendants(grace_s)
-    _end_as(status)
+    _end_as(ended[child])
 
 
 def keep_guard(guard: int, limit_s: float) -> NoReturn:
@@ -114,23 +113,23 @@ def keep_guard(guard: int, limit_s: float) -> NoReturn:
     A guard that is stopped goes on at once.  One that has not ended ``limit_s`` seconds after SIGTERM is killed with
     its tree.  The caller has adopted orphans and blocked SIGTERM.
     """
-
-    def end_guard(*_: object) -> None:
-        _signal([guard], signal.SIGCONT)
-        _signal([guard], signal.SIGTERM)
-        signal.setitimer(signal.ITIMER_REAL, limit_s)
-
-    def end_all(*_: object) -> None:
-        end_descendants()
-        os._exit(0)
-
-    signal.signal(signal.SIGALRM, end_all)
-    signal.signal(signal.SIGTERM, end_guard)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-    while os.WIFSTOPPED(status := os.waitpid(guard, os.WUNTRACED)[1]):
-        _signal([guard], signal.SIGCONT)
-    end_descendants()
-    _end_as(status)
+    waited = {signal.SIGTERM, signal.SIGCHLD, signal.SIGALRM}
+    signal.pthread_sigmask(signal.SIG_BLOCK, waited)
+    while True:
+        ended, status = os.waitpid(guard, os.WNOHANG | os.WUNTRACED)
+        if ended and not os.WIFSTOPPED(status):
+            end_descendants()
+            _end_as(status)
+        if ended:
+            _signal([guard], signal.SIGCONT)
+        match signal.sigwaitinfo(waited).si_signo:  # others go to their handlers
+            case signal.SIGTERM:
+                _signal([guard], signal.SIGCONT)
+                _signal([guard], signal.SIGTERM)
+                signal.setitimer(signal.ITIMER_REAL, limit_s)
+            case signal.SIGALRM:
+                end_descendants()
+                os._exit(0)
 
 
 def _end_as(status: int) -> NoReturn:
@@ -140,14 +139,18 @@ def _end_as(status: int) -> NoReturn:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if -code != signal.SIGKILL:
             signal.signal(-code, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {-code})
         os.kill(os.getpid(), -code)
     os._exit(code)
 
 
-def _reap() -> None:
+def _reap() -> dict[int, int]:
+    """Wait statuses, by process id, of the children that have ended since the last look."""
+    ended = {}
     with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
+        while (child := os.waitpid(-1, os.WNOHANG))[0]:
+            ended[child[0]] = child[1]
+    return ended
 
 
 def _signal(pids: list[int], number: int) -> None:

@@ -34,7 +34,7 @@ _MODEL_NAMES = (
 _TAIL_BYTES = 16384
 _TAIL_LINES = 20
 # of a guard's end, its own bound among them; of killing what it left, where its ward has stopped or killed it
-_GUARD_S, _KILL_S = GRACE_S + 4.0, 5.0
+_GUARD_S, _KILL_S = GRACE_S + 12.0, 5.0
 _LINE_BYTES = 1 << 20  # of a worker's answer
 _MARK = "R3TRAIN_GUARDED"
 

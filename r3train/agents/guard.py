@@ -17,7 +17,7 @@ import sys
 from r3train.process_tree import adopt_orphans, keep, keep_guard, signal_when_parent_ends
 
 GRACE_S = 5.0  # a client of containers tells them to stop
-_KILL_S = 2.0  # until the second process has killed what did not end in that time
+_KILL_S = 10.0  # until the second process has killed what did not end in that time
 
 
 def main() -> None:
