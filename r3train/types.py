@@ -110,6 +110,10 @@ class Prompt:
     columns: dict[str, Any] | None = None
 
 
+# of a model, that routes and their checksums hold
+MOST_LAYERS, MOST_EXPERTS = 512, 4095
+
+
 def missing_marker(dtype: np.dtype | type) -> int:
     """The largest value of ``dtype``.  It marks a route slot that the engine did not report."""
     return int(np.iinfo(dtype).max)
@@ -137,12 +141,12 @@ class RouteShape:
     def dtype(self) -> np.dtype:
         """uint8 if it holds every expert id and the missing marker, else uint16.
 
-        Raises ValueError above 65535 experts.
+        Raises ValueError above ``MOST_EXPERTS``.
         """
-        for dtype in (np.uint8, np.uint16):
-            if self.num_experts <= np.iinfo(dtype).max:
-                return np.dtype(dtype)
-        raise ValueError(f"num_experts is {self.num_experts}: routes hold at most 65535 experts")
+        if self.num_experts > MOST_EXPERTS:
+            text = f"num_experts is {self.num_experts}: routes hold at most {MOST_EXPERTS} experts"
+            raise ValueError(text)
+        return np.dtype(np.uint8 if self.num_experts <= np.iinfo(np.uint8).max else np.uint16)
 
     @property
     def missing(self) -> int:
@@ -314,7 +318,7 @@ class TrainSample:
     sample: RolloutSample
     reward: float  # as the learning rule used it
     advantages: np.ndarray  # float32[T], 0 outside the loss mask
-    loss_weight: float = 1.0  # of each of its rows, see algo/aggregation.py
+    loss_weight: float = 1.0  # of each of its rows, see algo/trajectories.py
 
 
 @dataclass(frozen=True, slots=True)

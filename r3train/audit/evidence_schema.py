@@ -36,7 +36,15 @@ from r3train.proof.recheck_verdict import RecheckRecord
 from r3train.proof.served_verdict import ServedRecord
 from r3train.proof.suspicion import Statistic
 from r3train.proof.weights_verdict import WeightsRecord
-from r3train.types import Amount, Fingerprint, INDEXER, ReplayEvidence, ReplayPass, ROUTES
+from r3train.types import (
+    Amount,
+    Fingerprint,
+    INDEXER,
+    MOST_EXPERTS,
+    ReplayEvidence,
+    ReplayPass,
+    ROUTES,
+)
 
 _HEX = re.compile(r"0x[0-9a-f]{1,16}", re.ASCII)
 _PLACE = re.compile(r" - at `\$\.([\w/]+)`$")
@@ -95,7 +103,7 @@ class StepLine(StepExpectation, frozen=True, kw_only=True):
     verdict: Literal["passed", "suspect", "failed"]
     passes: Annotated[list[ReplayPass], Meta(min_length=1)]
     world_size: Annotated[int, Meta(ge=1, le=1 << 17)]
-    num_experts: Annotated[int, Meta(ge=1, le=65535)]
+    num_experts: Annotated[int, Meta(ge=1, le=MOST_EXPERTS)]
     topk: Annotated[int, Meta(ge=1)]
     mismatch_threshold: Annotated[float, Meta(ge=0, le=1)]
     suspect_limit: Annotated[float, Meta(ge=0)]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from r3train.config.files import path_hint, read_regular
-from r3train.types import RouteShape
+from r3train.types import MOST_EXPERTS, MOST_LAYERS, RouteShape
 
 # a config.json has a few kilobytes
 _MAX_JSON_BYTES = 64 << 20
@@ -18,7 +18,7 @@ EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
 
 # names of layers and experts are listed: a damaged number must not take all memory
 _MOST_EXPERTS = 1_000_000
-_MOST = {"num_hidden_layers": 10_000} | dict.fromkeys(EXPERT_KEYS, 65_535)
+_MOST = {"num_hidden_layers": MOST_LAYERS} | dict.fromkeys(EXPERT_KEYS, MOST_EXPERTS)
 
 # files of a directory of --save, and of one checkpoint in it
 _OF_SAVE = ("latest_checkpointed_iteration.txt", "trainer_state.json")

@@ -43,7 +43,7 @@ from r3train.types import (
 )
 
 # Of the files in evidence/; files of another version are refused.
-EVIDENCE_VERSION = 3
+EVIDENCE_VERSION = 4
 STAGES: tuple[str, ...] = get_args(ReplayStage)
 STREAMS: tuple[str, ...] = get_args(StreamName)
 FORWARD, BACKWARD = STAGES

@@ -1,7 +1,7 @@
 """A commutative fingerprint of routes: equal sums mean that the same choices were dispatched.
 
 The fingerprint of a set of choices is the sum, mod 2^64, over every (token, layer, expert) of a
-64-bit hash of the three.  Sums over ranks are exact whatever the topology, and a single wrong
+64-bit hash of the three: an odd factor of the token times a word of layer and expert.  Sums over ranks are exact whatever the topology, and a single wrong
 expert, a shift by one token or layer, or two swapped samples each change the number.
 
 The rollout side (numpy, from the bytes that the engine sent) and the trainer side (torch, from the
@@ -11,11 +11,13 @@ below.
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 import torch
 
 from r3train.ids import token_uids
-from r3train.types import missing_marker
+from r3train.types import MOST_EXPERTS, MOST_LAYERS, missing_marker
 
 # odd 64-bit constants; the finaliser is splitmix64's (Steele, Lea, Flood 2014)
 _UID = 0x9E3779B97F4A7C15
@@ -34,19 +36,29 @@ def rollout_fingerprint(
     uids: int64[R] names of the rows' tokens; routed_experts: uint8/uint16 [R, L, K] as decoded from the engine, whose
     missing slots count as nothing; layer_numbers: int[l], 1-based MoE layers.  Returns uint64[l].
     """
-    experts = routed_experts[:, np.asarray(layer_numbers) - 1]
-    layers = np.array([int(n) * _LAYER & _MASK64 for n in layer_numbers], dtype=np.uint64)
-    x = experts.astype(np.uint64)
-    x += np.uint64(1)
-    x *= np.uint64(_EXPERT)
-    x += ((uids.view(np.uint64) * np.uint64(_UID))[:, None] + layers)[:, :, None]
-    x ^= x >> np.uint64(30)
-    x *= np.uint64(_MIX1)
-    x ^= x >> np.uint64(27)
-    x *= np.uint64(_MIX2)
-    x ^= x >> np.uint64(31)
-    x[experts == missing_marker(experts.dtype)] = 0
-    return x.sum(axis=(0, 2), dtype=np.uint64)
+    experts = _layer_routes(routed_experts, layer_numbers)
+    words = _words(tuple(np.asarray(layer_numbers).tolist()), experts.dtype)
+    num_layers, places = words.shape
+    if places <= np.iinfo(experts.dtype).max:
+        experts = np.minimum(experts, places - 1, dtype=experts.dtype)
+    first_of_layer = np.arange(num_layers) * places
+    sums = np.zeros(experts.shape[:2], np.uint64)
+    for slot in range(
+        experts.shape[2]
+    ):  # every index is in the table: "clip" spares numpy a second look
+        sums += words.reshape(-1).take(experts[:, :, slot] + first_of_layer, mode="clip")
+    factors = _mixed((uids.view(np.uint64) + np.uint64(1)) * np.uint64(_UID)) | np.uint64(1)
+    return (sums * factors[:, None]).sum(axis=0, dtype=np.uint64)
+
+
+@cache
+def _words(layer_numbers: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """The word of each expert of each layer, uint64[l, places]; the last place, 0, is of missing slots."""
+    places = min(missing_marker(dtype), MOST_EXPERTS) + 1
+    layers = np.array([number * _LAYER & _MASK64 for number in layer_numbers], np.uint64)
+    words = _mixed(layers[:, None] + np.arange(1, places + 1, dtype=np.uint64) * np.uint64(_EXPERT))
+    words[:, -1] = 0
+    return words
 
 
 def kept_fingerprint(
@@ -61,12 +73,7 @@ def kept_fingerprint(
     uids = token_uids(sample_id, last)[first_position:].view(np.uint64) - np.uint64(1)
     x = (ids.astype(np.uint64) + np.uint64(1)) * np.uint64(_EXPERT)
     x += np.repeat(uids, counts) * np.uint64(_UID) + np.uint64(layer_number * _LAYER & _MASK64)
-    x ^= x >> np.uint64(30)
-    x *= np.uint64(_MIX1)
-    x ^= x >> np.uint64(27)
-    x *= np.uint64(_MIX2)
-    x ^= x >> np.uint64(31)
-    return x.sum(dtype=np.uint64)
+    return _mixed(x).sum(dtype=np.uint64)
 
 
 def indexer_fingerprint(
@@ -100,13 +107,19 @@ def _mixed(x: np.ndarray) -> np.ndarray:
 
 def recorded_rows(routed_experts: np.ndarray, layer_numbers: np.ndarray) -> np.ndarray:
     """int64[l] rows whose every slot the engine reported, a number per layer."""
-    layer_routes = routed_experts[:, np.asarray(layer_numbers) - 1]
-    return (
-        (layer_routes != missing_marker(layer_routes.dtype))
-        .all(axis=2)
-        .sum(axis=0)
-        .astype(np.int64)
-    )
+    experts = _layer_routes(routed_experts, layer_numbers)
+    num_rows, num_layers, topk = experts.shape
+    missing = np.flatnonzero(experts == missing_marker(experts.dtype))  # few, most often none
+    broken = np.unique(missing // topk) % num_layers
+    return num_rows - np.bincount(broken, minlength=num_layers)
+
+
+def _layer_routes(routed_experts: np.ndarray, layer_numbers: np.ndarray) -> np.ndarray:
+    """The routes of some layers, [R, l, K]; not a copy if they are all layers."""
+    columns = np.asarray(layer_numbers) - 1
+    if np.array_equal(columns, np.arange(routed_experts.shape[1])):
+        return routed_experts
+    return routed_experts[:, columns]
 
 
 def _signed(x: int) -> int:
@@ -120,23 +133,43 @@ def _xor_shift(x: torch.Tensor, bits: int) -> torch.Tensor:
     return x ^ ((x >> bits) & ((1 << (64 - bits)) - 1))
 
 
+def _finished(x: torch.Tensor) -> torch.Tensor:
+    """Finish a hash, int64[...]."""
+    x = _xor_shift(x, 30) * _signed(_MIX1)
+    x = _xor_shift(x, 27) * _signed(_MIX2)
+    return _xor_shift(x, 31)
+
+
+@cache
+def _word_table(device: torch.device) -> torch.Tensor:
+    """The word of each expert of each layer number from 0 on, int64[layers, experts]."""
+    layers = torch.arange(MOST_LAYERS + 1, device=device) * _signed(_LAYER)
+    experts = torch.arange(1, MOST_EXPERTS + 1, device=device) * _signed(_EXPERT)
+    return _finished(layers[:, None] + experts)
+
+
 def route_hashes(
     uids: torch.Tensor, experts: torch.Tensor, layer_number: int | torch.Tensor
 ) -> torch.Tensor:
-    """Hash every (token, layer, expert) on the device.
+    """Hash every (token, layer, expert) on the device: a factor of the token times a word of layer and expert.
 
     uids: int64[m]; experts: int64[m, K] of one layer, or int64[l, m, K] of layers int64[l].  Returns the
     bits of the uint64 hash as int64, shaped as experts.  int64 products wrap on CPU and CUDA alike.
     """
+    first_of_layer = layer_number * MOST_EXPERTS
     if isinstance(layer_number, torch.Tensor):
-        layer_part = (layer_number * _signed(_LAYER))[:, None]
-    else:
-        layer_part = _signed(layer_number * _LAYER)
-    x = (experts + 1) * _signed(_EXPERT)
-    x = x + (uids * _signed(_UID) + layer_part)[..., None]
-    x = _xor_shift(x, 30) * _signed(_MIX1)
-    x = _xor_shift(x, 27) * _signed(_MIX2)
-    return _xor_shift(x, 31)
+        first_of_layer = first_of_layer[:, None, None]
+    words = _word_table(experts.device).view(-1)[experts + first_of_layer]
+    return words * (_finished((uids + 1) * _signed(_UID)) | 1)[:, None]
+
+
+def kept_hashes(uids: torch.Tensor, ids: torch.Tensor, layer_number: int) -> torch.Tensor:
+    """Hash every token that sampling kept, as ``kept_fingerprint`` does: int64[m, W].
+
+    uids: int64[m]; ids: int64[m, W].  A vocabulary is too long for a table of words.
+    """
+    x = (ids + 1) * _signed(_EXPERT)
+    return _finished(x + (uids * _signed(_UID) + _signed(layer_number * _LAYER))[:, None])
 
 
 def indexer_hashes(uids: torch.Tensor, words: torch.Tensor, layer_number: int) -> torch.Tensor:
@@ -147,10 +180,7 @@ def indexer_hashes(uids: torch.Tensor, words: torch.Tensor, layer_number: int) -
     places = torch.arange(1, words.shape[1] + 1, device=words.device) * _signed(_EXPERT)
     x = (uids * _signed(_UID) + _signed(layer_number * _LAYER))[:, None] + places
     for added in (0, words * _signed(_UID)):
-        x = x + added
-        x = _xor_shift(x, 30) * _signed(_MIX1)
-        x = _xor_shift(x, 27) * _signed(_MIX2)
-        x = _xor_shift(x, 31)
+        x = _finished(x + added)
     return x * (words != 0)
 
 

@@ -16,7 +16,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import is_checkpointing
 
 from r3train.routing.agreement import overlap_counts, shared_experts
-from r3train.routing.fingerprint import route_hashes, to_unsigned
+from r3train.routing.fingerprint import kept_hashes, route_hashes, to_unsigned
 from r3train.trainer.megatron.sampling_mask import SamplingMask, shard_of, was_left
 from r3train.types import (
     INDEXER,
@@ -349,7 +349,7 @@ class CallRecorder:
         is_left = was_left(left)
         kept_logits, ids = left.topk(min(kept.widest, size), dim=1)
         counted = was_left(kept_logits) & limited[:, None]
-        hashes = route_hashes(kept.uids, ids + first, SAMPLING_MASK_LAYER)
+        hashes = kept_hashes(kept.uids, ids + first, SAMPLING_MASK_LAYER)
         label = labels - first
         holds_label = (label >= 0) & (label < size)
         has_label = is_left.gather(1, label.clamp(0, size - 1)[:, None])[:, 0]

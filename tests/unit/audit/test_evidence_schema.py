@@ -17,6 +17,7 @@ from r3train.audit.evidence_schema import (
     STEPS,
 )
 from r3train.config import files
+from r3train.proof.judge import EVIDENCE_VERSION
 from tests.unit.evidence_dirs import comparison, write_run
 
 RANK, OF_STEPS, RECHECKED = (
@@ -65,10 +66,14 @@ def a_stage_less(line: dict) -> None:
 
 
 REFUSED = [
-    (OF_STEPS, {"version": 1}, "steps.jsonl:2: evidence version 1, expected 3: judge it with the"),
-    (OF_STEPS, {"version": 4, "counts": GONE}, "evidence version 4, expected 3"),
+    (OF_STEPS, {"version": 1}, "steps.jsonl:2: evidence version 1, expected 4: judge it with the"),
+    (
+        OF_STEPS,
+        {"version": EVIDENCE_VERSION + 1, "counts": GONE},
+        f"evidence version {EVIDENCE_VERSION + 1}, expected",
+    ),
     # the first lines of version 1 do not name it
-    (OF_STEPS, {"version": GONE, "counts": GONE}, "evidence version 1, expected 3: judge it with"),
+    (OF_STEPS, {"version": GONE, "counts": GONE}, "evidence version 1, expected 4: judge it with"),
     (OF_STEPS, {"passes": 1e25}, "Expected `array`, got `float` - at `$.passes`"),
     (OF_STEPS, {"passes": []}, "Expected `array` of length >= 1"),
     (
@@ -161,7 +166,7 @@ def test_a_line_that_no_run_writes_is_refused_with_its_file_and_number(
 def test_a_verdict_as_runs_write_it_is_read(run, change):
     line = json.loads((run / OF_STEPS).read_text().splitlines()[0])
     change(line)
-    assert STEPS.decode(json.dumps(line)).version == 3
+    assert STEPS.decode(json.dumps(line)).version == EVIDENCE_VERSION
 
 
 def test_a_fingerprint_has_all_its_bits(run):

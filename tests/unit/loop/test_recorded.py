@@ -23,7 +23,7 @@ from r3train.layout.microbatch import slice_microbatch
 from r3train.loop.prepare import data_rank_of_samples, prepare, record_samples
 from r3train.loop.rollout_file import read_samples, write_samples
 from r3train.proof.judge import StepTotals, judge
-from r3train.routing.fingerprint import route_hashes, to_unsigned
+from r3train.routing.fingerprint import kept_hashes, route_hashes, to_unsigned
 from r3train.types import (
     RankSlice,
     RankTopology,
@@ -163,7 +163,7 @@ def masks_expected_and_trained(samples: list[RolloutSample]) -> tuple[int, int, 
         counts = torch.from_numpy(microbatch.mask_counts)
         uids = torch.from_numpy(microbatch.row_uids).repeat_interleave(counts)
         ids = torch.from_numpy(microbatch.mask_ids.astype(np.int64))
-        trained += int(route_hashes(uids, ids[:, None], layer).sum())
+        trained += int(kept_hashes(uids, ids[:, None], layer).sum())
         rows += int((counts > 0).sum())
     return (
         expectation.streams[SAMPLING_MASK].fingerprints[layer],

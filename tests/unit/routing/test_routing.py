@@ -14,10 +14,12 @@ from r3train.routing.agreement import (
 )
 from r3train.ids import split_uids, token_uids
 from r3train.routing.fingerprint import (
+    recorded_rows,
     rollout_fingerprint,
     route_hashes,
     to_unsigned,
 )
+from r3train.types import MOST_EXPERTS
 
 LAYERS = np.array([1, 2, 4])
 
@@ -36,10 +38,12 @@ def on_the_device(sample_id: int, routes: np.ndarray, uids: np.ndarray | None = 
     """The trainer's side of the same sample, a number per layer."""
     uids = token_uids(sample_id, len(routes)) if uids is None else uids
     out = []
+    missing = np.iinfo(routes.dtype).max
     for number in LAYERS.tolist():
         experts = torch.from_numpy(routes[:, number - 1].astype(np.int64))
-        hashes = route_hashes(torch.from_numpy(uids), experts, number)
-        out.append(to_unsigned(int(torch.where(experts != 255, hashes, 0).sum())))
+        recorded = experts != missing
+        hashes = route_hashes(torch.from_numpy(uids), torch.where(recorded, experts, 0), number)
+        out.append(to_unsigned(int((hashes * recorded).sum())))
     return out
 
 
@@ -47,6 +51,42 @@ def test_the_two_sides_written_apart_give_the_same_numbers():
     routes = make_routes()
     routes[2, 1, 0] = 255
     assert of_sample(9, routes).tolist() == on_the_device(9, routes)
+
+
+def finished(x: int) -> int:
+    """splitmix64's finaliser on a number of any size."""
+    x %= 1 << 64
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % (1 << 64)
+    x = (x ^ x >> 27) * 0x94D049BB133111EB % (1 << 64)
+    return x ^ x >> 31
+
+
+def in_whole_numbers(uids: list[int], routes: np.ndarray, layer: int) -> int:
+    """The fingerprint as its definition reads: over tokens and experts, the token's factor times the expert's word."""
+    missing, total = np.iinfo(routes.dtype).max, 0
+    for uid, experts in zip(uids, routes[:, layer - 1].tolist()):
+        words = [
+            finished(layer * 0xC2B2AE3D27D4EB4F + (e + 1) * 0x165667B19E3779F9)
+            for e in experts
+            if e != missing
+        ]
+        total += (finished((uid + 1) * 0x9E3779B97F4A7C15) | 1) * sum(words)
+    return total % (1 << 64)
+
+
+@pytest.mark.parametrize("dtype, most", [(np.uint8, 254), (np.uint16, MOST_EXPERTS - 1)])
+@pytest.mark.parametrize("share_missing", [0.0, 0.2])
+def test_both_sides_are_the_sum_of_the_definition(dtype, most, share_missing):
+    generator = np.random.default_rng(1)
+    routes = generator.integers(0, most + 1, (50, 4, 3)).astype(dtype)
+    routes[0, :, 0], routes[1, :, 0] = 0, most
+    routes[generator.random(routes.shape) < share_missing] = np.iinfo(dtype).max
+    uids = token_uids((1 << 39) - 1, len(routes))
+    expected = [in_whole_numbers(uids.tolist(), routes, layer) for layer in LAYERS.tolist()]
+    assert rollout_fingerprint(uids, routes, LAYERS).tolist() == expected
+    assert on_the_device((1 << 39) - 1, routes) == expected
+    recorded = [int((routes[:, n - 1] != np.iinfo(dtype).max).all(1).sum()) for n in LAYERS]
+    assert recorded_rows(routes, LAYERS).tolist() == recorded
 
 
 @pytest.mark.parametrize(
@@ -58,8 +98,21 @@ def test_the_two_sides_written_apart_give_the_same_numbers():
         lambda r: r[:, [1, 0, 2, 3]],
         lambda r: np.concatenate([r[:-1], (r[-1:] + 1) % 8]),
         lambda r: np.concatenate([r[:-1], np.full_like(r[-1:], 255)]),
+        lambda r: r[[1, 0, 2, 3, 4, 5]],
+        lambda r: np.concatenate([r[..., :1], r[..., :1]], axis=-1),
+        lambda r: np.concatenate([r, r[-1:]]),
     ],
-    ids=["token +1", "token -1", "layer +1", "layers swapped", "one row", "row lost"],
+    ids=[
+        "token +1",
+        "token -1",
+        "layer +1",
+        "layers swapped",
+        "one row",
+        "row lost",
+        "rows swapped",
+        "an expert twice",
+        "a row twice",
+    ],
 )
 def test_every_mistake_changes_the_fingerprint(mistake):
     routes = make_routes()
