@@ -8,8 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from functools import partial
 
 from r3train.generation.eval_sets import EvalSet, EvaluationEnded, Room, Row, evaluate
-from r3train.generation.shared import Shared
-from r3train.generation.slots import Slots
+from r3train.generation.shared import Shared, Slots
 
 
 class EvaluationRunner:

@@ -41,10 +41,8 @@ from r3train.generation.eval_sets import EvalSet, Row
 from r3train.generation.evaluation_runner import cancelled, EvaluationRunner
 from r3train.generation.recheck import Rechecking
 from r3train.generation.rollout_task import RequestSettings, Episodes, Parts
-from r3train.generation.scheduler import Scheduler
-from r3train.generation.group_scorer import GroupScorer
-from r3train.generation.shared import Shared
-from r3train.generation.slots import Slots
+from r3train.generation.scheduler import GroupScorer, Scheduler
+from r3train.generation.shared import Shared, Slots
 from r3train.generation.update_gate import UpdateGate
 from r3train.types import Prompt, RecheckedRollout, Scored
 

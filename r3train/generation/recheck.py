@@ -23,7 +23,7 @@ from r3train.config.rollout_settings import RolloutSection
 from r3train.engine.backend import EngineError, Request, RolloutBackend, SamplingParams, Segment
 from r3train.generation import stitch
 from r3train.generation.buffer import Group
-from r3train.generation.counts import Counts
+from r3train.generation.shared import Counts
 from r3train.ids import NO_GROUP, NOISE_SAMPLES
 from r3train.types import Prompt, Rechecked, RecheckPart, RecheckedRollout, RolloutSample
 

@@ -14,8 +14,7 @@ from r3train.generation import stitch
 from r3train.generation.buffer import Group
 from r3train.generation.episode import Episode, generate_once
 from r3train.generation.recheck import Rechecking, Unbroken
-from r3train.generation.shared import Shared
-from r3train.generation.slots import Slots
+from r3train.generation.shared import Shared, Slots
 from r3train.generation.update_gate import UpdateGate
 from r3train.types import Prompt, RolloutSample
 

@@ -9,8 +9,7 @@ from collections.abc import Callable
 from r3train.config.rollout_settings import RolloutSection
 from r3train.generation.evaluation_runner import EvaluationRunner
 from r3train.generation.recheck import AWAITED_S, Rechecking
-from r3train.generation.shared import Shared
-from r3train.generation.slots import Slots
+from r3train.generation.shared import Shared, Slots
 
 _ABORT_EVERY_S = 0.3
 

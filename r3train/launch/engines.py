@@ -47,7 +47,7 @@ from r3train.generation.eval_sets import EvalSet
 from r3train.generation.environment_loop import EnvironmentLoop
 from r3train.generation.producer import Producer
 from r3train.generation.rollout_task import RequestSettings, Episodes
-from r3train.generation.group_scorer import GroupScorer
+from r3train.generation.scheduler import GroupScorer
 from r3train.engine.client import SGLangClient
 from r3train.engine.server import SGLangServer
 from r3train.engine.supervisor import EngineSupervisor, ResubmittingBackend

@@ -41,10 +41,9 @@ from r3train.loop.device_turns import Colocated, Disaggregated
 from r3train.loop.distribute import gather_topologies
 from r3train.loop.fleet import RankZero
 from r3train.loop.held_weights import HeldWeights
-from r3train.loop.memory_use import memory_metrics
+from r3train.loop.step_metrics import memory_metrics, PhaseClock
 from r3train.loop.intake import Intake, Taken
 from r3train.loop.outcome import settle
-from r3train.loop.phase_clock import PhaseClock
 from r3train.loop.prepare import Plant
 from r3train.loop.recovery import Recovery
 from r3train.loop.rollout_source import RolloutSource

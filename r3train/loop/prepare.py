@@ -14,10 +14,15 @@ from typing import Any
 import numpy as np
 
 from r3train.algo.advantages.estimators import token_advantages
-from r3train.algo.aggregation import loss_weights
+from r3train.algo.trajectories import (
+    episode_places,
+    episode_rewards,
+    loss_weights,
+    shaped_rewards,
+    validate_trajectories,
+    without_truncated,
+)
 from r3train.algo.reward_stats import GroupStats, group_stats
-from r3train.algo.shaping import shaped_rewards, without_truncated
-from r3train.algo.trajectories import episode_places, episode_rewards, validate_trajectories
 from r3train.config import RunConfig
 from r3train.config.algorithm_settings import AlgorithmSection
 from r3train.config.cross_checks import replayed_index_topk

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import json
 import logging
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from operator import itemgetter
 from typing import Any
 
 import numpy as np
+import psutil
+import torch
+import torch.distributed as dist
 
 from r3train.algo.corrections import group_metrics, is_group_sum
 from r3train.algo.reward_stats import GroupStats
 from r3train.config import RunConfig
+from r3train.host_group import host_group
 from r3train.observe.metrics import MetricsWriter
 from r3train.types import RolloutSample, RowClass, TrainSample
+
 
 logger = logging.getLogger(__name__)
 
@@ -358,3 +365,53 @@ def gap_warning(rollout_id: int, metrics: Mapping[str, Any]) -> str | None:
 
 def _mean(values: Sequence[float]) -> float:
     return float(np.mean(values))
+
+
+class PhaseClock:
+    """Times one step: ``with clock.phase("train"): ...`` adds to that phase's seconds."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the block's seconds to a phase; a phase may come several times in a step."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[name] += time.monotonic() - began
+
+    def step_s(self) -> float:
+        """Seconds since the step began."""
+        return time.monotonic() - self._began
+
+    def metrics(self, tokens: int) -> dict[str, float]:
+        """Return ``perf/<phase>_s`` of every phase, ``perf/step_s`` and ``perf/tokens_per_s``.
+
+        tokens: of the rollout.
+        """
+        step_s = self.step_s()
+        phases = {f"perf/{name}_s": seconds for name, seconds in self.seconds.items()}
+        return {**phases, "perf/step_s": step_s, "perf/tokens_per_s": tokens / step_s}
+
+
+_GB = 1e9
+
+
+def memory_metrics(device: torch.device) -> dict[str, float]:
+    """Return ``perf/gpu_memory_peak_gb`` and ``perf/host_memory_gb``, in GB of 10^9 bytes; a collective.
+
+    The first, with CUDA only, is torch's peak since the last call on the rank with the largest; the
+    second what the fullest of the ranks' machines has in use, whoever uses it.
+    """
+    machine = psutil.virtual_memory()
+    used = torch.tensor([0.0, float(machine.total - machine.available)], dtype=torch.float64)
+    if device.type == "cuda":
+        used[0] = torch.cuda.max_memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+    dist.all_reduce(used, op=dist.ReduceOp.MAX, group=host_group())
+    gpu, host = (used / _GB).tolist()
+    gpu_metrics = {"perf/gpu_memory_peak_gb": gpu} if device.type == "cuda" else {}
+    return gpu_metrics | {"perf/host_memory_gb": host}

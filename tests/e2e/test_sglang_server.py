@@ -28,7 +28,7 @@ from r3train.engine.backend import EngineError, SamplingParams
 from r3train.engine.control import EngineControl
 from r3train.generation.producer import Producer
 from r3train.generation.rollout_task import RequestSettings
-from r3train.generation.group_scorer import GroupScorer
+from r3train.generation.scheduler import GroupScorer
 from r3train.engine.client import SGLangClient
 from r3train.engine.server import SGLangServer
 from r3train.engine.teacher import ServedTeacher

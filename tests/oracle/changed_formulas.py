@@ -21,13 +21,13 @@ class Change:
 
 
 _GRPO = "algo.advantages.grpo:grpo"
-_AGGREGATION = "algo.aggregation:loss_weights"
+_AGGREGATION = "algo.trajectories:loss_weights"
 _SURROGATE = "algo.losses.ppo:clipped_surrogate"
 _KL = "algo.divergence:kl_estimate"
 _WEIGHTS = "algo.corrections:rollout_weights"
 _MASKS = "algo.corrections:kept_rows"
 _LOSS = "algo.policy_loss:microbatch_loss"
-_SHAPED = "algo.shaping:shaped_rewards"
+_SHAPED = "algo.trajectories:shaped_rewards"
 _K2, _K3, _K3_PLUS = ({"kl_loss_type": kind} for kind in ("k2", "k3", "k3+"))
 
 
@@ -86,7 +86,7 @@ CHANGES = {
         {"length_penalty_coef": 0.4},
     ),
     "whole_answers_masked": Change(
-        "algo.shaping:_masked",
+        "algo.trajectories:_masked",
         'finish_reason == "length"',
         'finish_reason == "stop"',
         {"mask_truncated": True},

@@ -30,7 +30,7 @@ from r3train import hf_checkpoint, types
 from r3train.algo import policy_loss
 from r3train.config import RunConfig
 from r3train.engine import adapters, client, publish, publish_memory
-from r3train.generation import conversation, group_scorer, stitch
+from r3train.generation import conversation, scheduler, stitch
 from r3train.layout import microbatch
 from r3train.loop import distribute, kl_reward, prepare, weight_update
 from r3train.trainer.megatron import actor, forward_step, hf_weights, lora, optimizer, replay
@@ -464,7 +464,7 @@ def fork_trains_its_prefix(original, sample, end, token_ids, *, sample_id):
     return replace(fork, loss_mask=mask)
 
 
-@replaces(group_scorer.GroupScorer, "__call__", caught_by=AGENTS)
+@replaces(scheduler.GroupScorer, "__call__", caught_by=AGENTS)
 def chain_is_lost(original, self, group, place, samples, *more):
     """The first sample of an agent's session is lost on its way to training."""
     return original(self, group, place, samples[1:], *more)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from r3train.algo.aggregation import loss_weights
+from r3train.algo.trajectories import loss_weights
 from r3train.algo.corrections import mismatch_metrics
 from r3train.algo.losses.policy_losses import configured_loss
 from r3train.algo.policy_loss import microbatch_loss

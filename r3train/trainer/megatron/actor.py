@@ -29,8 +29,8 @@ from r3train.trainer.megatron.forward_step import (
     DeviceSlice,
     make_log_prob_step,
     make_train_step,
+    reduce_metrics,
 )
-from r3train.trainer.megatron.loss_metrics import reduce_metrics
 from r3train.trainer.megatron.model import build_model
 from r3train.trainer.megatron.offload import DeviceMemory, on_host
 from r3train.trainer.megatron.optimizer import build_optimizer, build_scheduler

@@ -1,28 +1,36 @@
-"""One microbatch through one model chunk: log-probs, or the policy loss."""
+"""One microbatch through one model chunk: log-probs, or the policy loss and its report."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
-from r3train.algo.corrections import log_prob_gap_histogram
-from r3train.algo.policy_loss import PolicyLoss, microbatch_loss
+from r3train.algo.corrections import (
+    gap_quantile,
+    is_group_sum,
+    log_prob_gap_histogram,
+    mismatch_metrics,
+    NUM_GAP_BINS,
+)
 from r3train.algo.loss_rows import LossRows, on_this_rank
+from r3train.algo.policy_loss import microbatch_loss, PolicyLoss
 from r3train.config.algorithm_settings import AlgorithmSection
-from r3train.trainer.megatron.hf_weights import unwrap
-from r3train.trainer.megatron.sampling_mask import SamplingMask
-from r3train.trainer.megatron.log_probs import Draw, log_probs_and_entropy
 from r3train.trainer.megatron.actor_routes import ActorRoutes
+from r3train.trainer.megatron.hf_weights import unwrap
+from r3train.trainer.megatron.log_probs import Draw, log_probs_and_entropy
 from r3train.trainer.megatron.replay import RoutingReplayManager
-from r3train.types import RankSlice
+from r3train.trainer.megatron.sampling_mask import SamplingMask
+from r3train.types import RankSlice, RankTopology
 
 
 @dataclass
@@ -278,3 +286,41 @@ def make_train_step(
         return run_chunk(batch, model, replay), partial(loss_func, batch, model)
 
     return step
+
+
+def reduce_metrics(
+    reports: list[dict],
+    topology: RankTopology,
+    names: tuple[Sequence[str], Sequence[str]],
+    device: torch.device,
+) -> dict[str, float]:
+    """Return means over the global loss tokens, maxima, and sums of rows by age and class; equal on all ranks.
+
+    reports: {"sums": ..., "maxima": ..., "gaps": ...} for each microbatch on the last stage, none on
+    other stages.  names: the names of the sums and of the maxima.
+    Tensor-parallel rank 0 alone contributes: its peers hold the same tokens.
+    """
+    sum_names, maximum_names = names
+    num_sums = len(sum_names)
+    sums = torch.zeros(num_sums + NUM_GAP_BINS, dtype=torch.float64, device=device)
+    maxima = torch.full((len(maximum_names),), -math.inf, dtype=torch.float64, device=device)
+    if topology.tp_rank == 0:
+        for report in reports:
+            values = torch.stack([report["sums"][n].double() for n in sum_names])
+            sums += torch.cat([values, report["gaps"].double()])
+            found = torch.stack([report["maxima"][n].double() for n in maximum_names])
+            maxima = torch.maximum(maxima, found)
+    dist.all_reduce(sums)
+    dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
+    gaps = sums[num_sums:].tolist()
+    totals = dict(zip(sum_names, sums.tolist()))  # without the bins of the gaps
+    num_tokens = totals.pop("num_tokens")
+    metrics = {
+        name: total if is_group_sum(name) else total / max(num_tokens, 1.0)
+        for name, total in totals.items()
+    }
+    metrics.update(zip(maximum_names, maxima.tolist()))
+    metrics.update(mismatch_metrics(metrics))
+    metrics["log_prob_gap_p999"] = gap_quantile(gaps, 0.999, metrics["log_prob_gap_max"])
+    metrics["num_loss_tokens"] = num_tokens
+    return metrics

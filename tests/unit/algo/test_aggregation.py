@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from tests.unit.algo.rollouts import sample
 
-from r3train.algo.aggregation import loss_weights
+from r3train.algo.trajectories import loss_weights
 from r3train.config.algorithm_settings import AlgorithmSection
 from r3train.loop.prepare import build_microbatches, weigh
 from r3train.types import RankTopology, TrainSample

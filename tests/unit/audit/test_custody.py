@@ -9,7 +9,7 @@ import pytest
 from tests.unit.chat.test_token_ledger import cut_session, PLANTED, session
 from tests.unit.evidence_dirs import edit, write_run
 
-from r3train.algo.shaping import without_truncated
+from r3train.algo.trajectories import without_truncated
 from r3train.audit.audit_run import Audit, audit_run
 from r3train.chat.token_ledger import session_ledgers
 from r3train.proof.custody_verdict import CustodyRecord, judge_custody

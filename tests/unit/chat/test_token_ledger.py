@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tests.unit.generation.session_play import Play, user
 
-from r3train.algo.shaping import without_truncated
+from r3train.algo.trajectories import without_truncated
 from r3train.audit.evidence_schema import SESSIONS
 from r3train.chat.token_ledger import session_ledgers, ledger_problems
 from r3train.loop.rollout_file import read_samples, write_samples

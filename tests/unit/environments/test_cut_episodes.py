@@ -9,7 +9,7 @@ from tests.unit.environments.test_environments import Script, play
 from tests.unit.generation.test_stitch import segment, start, with_kept
 from tests.unit.simulated_engine import SimulatedEngine
 
-from r3train.algo.shaping import without_truncated
+from r3train.algo.trajectories import without_truncated
 from r3train.engine.backend import SamplingParams
 from r3train.generation.conversation import _one_turn
 from r3train.generation.stitch import extend

@@ -18,7 +18,7 @@ from r3train.engine.backend import SamplingParams
 from r3train.generation.agent_episode import AgentEpisode, Agents
 from r3train.generation import stitch
 from r3train.generation.buffer import Group
-from r3train.generation.counts import Counts
+from r3train.generation.shared import Counts
 from r3train.generation.producer import Producer
 from r3train.generation.recheck import Rechecking, Unbroken
 from r3train.generation.rollout_task import RequestSettings, Episodes

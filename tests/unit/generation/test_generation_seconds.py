@@ -19,7 +19,7 @@ from r3train.engine.backend import SamplingParams
 from r3train.generation.producer import Producer
 from r3train.generation.rollout_task import RequestSettings, Episodes
 from r3train.engine.backend import Drafts
-from r3train.generation.counts import Counts
+from r3train.generation.shared import Counts
 from r3train.types import TrainSample
 from tests.unit.simulated_engine import SimulatedEngine, prompt_for, rollout_section
 from tests.unit.loop.test_rollout_file import scored
@@ -69,7 +69,7 @@ def test_the_seconds_of_rollout_are_those_with_a_request_in_flight_since_the_las
     monkeypatch,
 ):
     now = [100.0]
-    monkeypatch.setattr("r3train.generation.counts.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("r3train.generation.shared.time.monotonic", lambda: now[0])
     counts, before = Counts(), {}
     seen = []
     for busy, idle in ((3.0, 1.0), (2.0, 0.0), (0.0, 4.0)):

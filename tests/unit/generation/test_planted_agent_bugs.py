@@ -33,7 +33,7 @@ from tests.unit.generation.session_play import Play, TOOLS, user
 from tests.unit.generation.test_agent_episode import ask, play
 
 from r3train.audit import audit_run
-from r3train.algo import shaping
+from r3train.algo import trajectories
 from r3train.chat import token_ledger
 from r3train.chat.base import AgentFailed, ChatRequest
 from r3train.config import RunConfig
@@ -270,7 +270,7 @@ def each_session_is_judged(monkeypatch):
 
 
 def cut_answers_alone_lose_their_loss(monkeypatch):
-    [masked] = shaping.without_truncated([cut_session()])
+    [masked] = trajectories.without_truncated([cut_session()])
     assert [Play().text(s.token_ids[s.loss_mask]) for s in masked] == ["one<|end|>three<|end|>", ""]
     [ledger] = token_ledger.session_ledgers(masked, mask_truncated=True)
     assert list(token_ledger.ledger_problems(ledger)) == []
@@ -424,7 +424,7 @@ BUGS = {
         each_session_is_judged,
     ),
     "whole samples lose their loss": Bug(
-        shaping,
+        trajectories,
         "_masked",
         "steps[-1].token_ledger is not None",
         "False",

@@ -15,7 +15,7 @@ from r3train.config.data_settings import DataSection
 from r3train.engine.backend import EngineDied, SamplingParams, Segment
 from r3train.generation.producer import Producer
 from r3train.generation.rollout_task import RequestSettings
-from r3train.generation.group_scorer import GroupScorer
+from r3train.generation.scheduler import GroupScorer
 from r3train.rewards.scoring import Scorer
 from r3train.types import Prompt
 from tests.unit.simulated_engine import rollout_section

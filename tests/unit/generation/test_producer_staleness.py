@@ -13,7 +13,7 @@ from tests.unit.simulated_engine import SimulatedEngine, prompt_for, rollout_sec
 from r3train.engine.backend import EngineDied, SamplingParams
 from r3train.generation.producer import Producer
 from r3train.generation.rollout_task import RequestSettings
-from r3train.generation.group_scorer import GroupScorer
+from r3train.generation.scheduler import GroupScorer
 from r3train.generation.stitch import oldest_version
 
 BATCH, SAMPLES, STEPS = 4, 2, 8

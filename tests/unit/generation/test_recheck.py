@@ -16,7 +16,7 @@ from r3train.engine.backend import EngineError, SamplingParams
 from r3train.generation.buffer import Group
 from r3train.generation.producer import Producer
 from r3train.generation.rollout_task import RequestSettings, RolloutTask
-from r3train.generation.counts import Counts
+from r3train.generation.shared import Counts
 from r3train.generation.recheck import Rechecking
 from r3train.types import Rechecked
 

@@ -12,7 +12,7 @@ from tests.unit.generation.session_play import Play, user
 from r3train.algo.reward_stats import group_stats
 from r3train.algo.trajectories import episode_rewards, validate_trajectories
 from r3train.generation.buffer import Group
-from r3train.generation.group_scorer import GroupScorer
+from r3train.generation.scheduler import GroupScorer
 
 
 def session(number: int, roots: int) -> list:
