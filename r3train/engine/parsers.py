@@ -37,7 +37,8 @@ def make_parse(
         if detected[0] is None:
             raise ValueError(
                 f"{_CALLS_FLAG} auto: the chat template shows no form of calls that SGLang has a parser for;"
-                f" expected none, module:function or one of {', '.join(known_calls())}"
+                f" expected none, module:function or one of {', '.join(known_calls())}; hermes reads"
+                ' <tool_call>{"name": ..., "arguments": ...}</tool_call>'
             )
         calls = detected[0]
     if reasoning == "auto":
