@@ -285,7 +285,7 @@ def is_trained(name: str, hf: HfModelFacts) -> bool:
         (layer is not None and int(layer[1]) >= hf.num_hidden_layers)
         or (name == "lm_head.weight" and hf.tie_word_embeddings)
         or name.endswith("rotary_emb.inv_freq")
-        or name.startswith("mtp.")  # layers of multi-token prediction
+        or name.startswith(("mtp.", "model.mtp_"))  # layers of multi-token prediction
         or name.startswith(_VISION)
     )
 

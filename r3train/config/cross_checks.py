@@ -80,7 +80,7 @@ def check_model(config: RunConfig, hf: HfModelFacts, world_size: int) -> None:
             *_layers_over_stages(config, hf),
             *_model_lengths(config, hf),
             *_model_engine(config, hf),
-            *_model_fusions(config, hf),
+            *_model_overrides(config, hf),
             *_model_replay(config, hf),
             *model_lora_conflicts(config, hf),
             *model_fp8_conflicts(config, hf),
@@ -362,24 +362,22 @@ def _model_lengths(config: RunConfig, hf: HfModelFacts) -> Iterator[str]:
 
 
 def _model_engine(config: RunConfig, hf: HfModelFacts) -> Iterator[str]:
-    """Yield models that SGLang 0.5.23 serves wrongly: MoE models with a tied output layer."""
-    if hf.is_moe and hf.tie_word_embeddings and config.has_engines:
+    """Yield models that SGLang 0.5.23 serves wrongly: most MoE models with a tied output layer."""
+    family = FAMILIES.get(hf.model_type)
+    serves_tied = family is not None and family.serves_tied
+    if hf.is_moe and hf.tie_word_embeddings and config.has_engines and not serves_tied:
         yield (
-            f"{hf.path}: tie_word_embeddings is true, expected false: SGLang's mixture-of-experts"
+            f"{hf.path}: tie_word_embeddings is true, expected false: SGLang's {hf.model_type}"
             " models would generate from an output layer that nothing was loaded into; write"
             " lm_head.weight, a copy of the embedding, into the checkpoint and untie it"
         )
 
 
-def _model_fusions(config: RunConfig, hf: HfModelFacts) -> Iterator[str]:
-    family = FAMILIES.get(hf.model_type)
-    if family is None or not config.model.transformer_overrides.get("apply_rope_fusion"):
-        return
-    if family.unfused_rope:
-        yield (
-            f"transformer_overrides.apply_rope_fusion cannot be on for {hf.model_type}:"
-            f" {family.unfused_rope}"
-        )
+def _model_overrides(config: RunConfig, hf: HfModelFacts) -> Iterator[str]:
+    family, overrides = FAMILIES.get(hf.model_type), config.model.transformer_overrides
+    for name, why in family.refused_overrides.items() if family is not None else ():
+        if overrides.get(name):
+            yield f"transformer_overrides.{name} cannot be on for {hf.model_type}: {why}"
 
 
 def _model_replay(config: RunConfig, hf: HfModelFacts) -> Iterator[str]:

@@ -73,7 +73,9 @@ def read_hf_facts(path: Path | str) -> HfModelFacts:
     file = directory / "config.json"
     if not file.exists() and (below := sorted(directory.glob("*/config.json"))):
         raise ValueError(f"{file}: there is none; did you mean {below[0].parent}? (hf_checkpoint)")
-    reader = _Reader(file, load_model_config(directory))
+    content = load_model_config(directory)
+    family = _family(content)
+    reader = _Reader(file, content, family.attribute_map if family is not None else {})
     if "text_config" in reader.content and "num_hidden_layers" not in reader.content:
         raise ValueError(
             f"{file}: model_type {reader.text('model_type')!r} is a model of text and images, with its sizes"
@@ -107,25 +109,29 @@ def read_hf_facts(path: Path | str) -> HfModelFacts:
 
 
 class _Reader:
-    """Typed access to a JSON object; errors name its file."""
+    """Typed access to a JSON object; errors name its file, and a key as the file has it by ``names``."""
 
-    def __init__(self, file: Path, content: Mapping[str, Any]) -> None:
+    def __init__(
+        self, file: Path, content: Mapping[str, Any], names: Mapping[str, str] | None = None
+    ) -> None:
         self.file = file
         self.content = content
+        self._names = names or {}
 
     def integer(self, key: str, least: int, default: int | None = None) -> int:
         value = self.content.get(key)
         if value is None:
             value = default
+        name = self._names.get(key, key)
         if value is None:
-            raise ValueError(f"{self.file}: key {key} is missing")
+            raise ValueError(f"{self.file}: key {name} is missing")
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ValueError(
-                f"{self.file}: key {key} must be an integer of at least {least}, got {value!r}"
+                f"{self.file}: key {name} must be an integer of at least {least}, got {value!r}"
             )
         most = _MOST.get(key)
         if most is not None and value > most:
-            raise ValueError(f"{self.file}: key {key} is {value}, expected at most {most}")
+            raise ValueError(f"{self.file}: key {name} is {value}, expected at most {most}")
         return value
 
     def text(self, key: str) -> str:
@@ -210,26 +216,37 @@ def load_model_config(directory: Path) -> Mapping[str, Any]:
     """Read the config.json of a checkpoint, its language model's keys on top; raises ValueError.
 
     Of a family of text and images the keys of text_config win, but for model_type and tie_word_embeddings,
-    which SGLang and transformers take from the top.
+    which SGLang and transformers take from the top.  Keys of which a family has names of its own
+    (``Family.attribute_map``) are there under both.
     """
-    from r3train.families import is_of_text_and_images  # that room's facts are read by this one
-
     file = directory / "config.json"
     if not file.exists() and any((directory / name).exists() for name in _OF_SAVE):
         raise ValueError(
             f"{directory}: a checkpoint of --save, expected a Hugging Face one: r3train convert makes it"
         )
     content = load_json_object(file)
-    if not is_of_text_and_images(content.get("model_type")):
+    family = _family(content)
+    if family is None:
         return content
-    text = content.get("text_config")
-    if not isinstance(text, Mapping):
-        raise ValueError(f"{file}: key text_config must hold a JSON object, got {text!r}")
-    tied = content.get("tie_word_embeddings", False)
-    return {**content, **text, "model_type": content["model_type"], "tie_word_embeddings": tied}
+    if family.is_multimodal:
+        text = content.get("text_config")
+        if not isinstance(text, Mapping):
+            raise ValueError(f"{file}: key text_config must hold a JSON object, got {text!r}")
+        kept = {"tie_word_embeddings": False} | content
+        content = content | text | {k: kept[k] for k in ("model_type", "tie_word_embeddings")}
+    own = family.attribute_map.items()
+    return content | {key: content[name] for key, name in own if name in content}
 
 
-def load_json_object(file: Path) -> Mapping[str, Any]:
+def _family(content: Mapping[str, Any]) -> Any:
+    """Return the ``Family`` of a config.json, None for one that nobody verified."""
+    from r3train.families import FAMILIES  # that room's facts are read by this one
+
+    model_type = content.get("model_type")
+    return FAMILIES.get(model_type) if isinstance(model_type, str) else None
+
+
+def load_json_object(file: Path) -> dict[str, Any]:
     """Read a file that holds one JSON object; raises ValueError naming it."""
     try:
         content = json.loads(read_regular(file, _MAX_JSON_BYTES, follow=True).decode())

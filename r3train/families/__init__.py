@@ -32,16 +32,17 @@ FAMILIES = _registered()
 TINY_MODELS: dict[str, TinyModel] = {
     name: model for family in FAMILIES.values() for name, model in family.tiny.items()
 }
-_DENSE = "qwen3"
 # a matrix in fp8 has a scale for each block of so many rows and columns, in the tensor NAME + FP8_SCALE
 FP8_BLOCK, FP8_SCALE = 128, "_scale_inv"
-# those with experts, by which they are asked for
-TINY_NAMES = tuple(name for name in TINY_MODELS if name != _DENSE)
+# those of families without experts, and with
+DENSE_NAMES = tuple(name for f in FAMILIES.values() for name in f.tiny if not f.has_experts)
+TINY_NAMES = tuple(name for name in TINY_MODELS if name not in DENSE_NAMES)
 
 
 def tiny_model_of(options: TinyOptions) -> TinyModel:
-    """Return what the options make; without experts that is a dense Qwen3."""
-    return TINY_MODELS[options.family if options.num_experts else _DENSE]
+    """Return what the options make; of a family with experts, without any, a dense Qwen3."""
+    is_qwen3 = options.family in TINY_NAMES and not options.num_experts
+    return TINY_MODELS["qwen3" if is_qwen3 else options.family]
 
 
 def weights_of(hf: HfModelFacts) -> ModelWeights:

@@ -197,9 +197,10 @@ DEEPSEEK_V3 = Family(
     rope_types=("yarn",),
     conflicts=_conflicts,
     layers="latent_attention",
-    unfused_rope=(
-        "Megatron's fused kernel for latent attention is experimental, and was not verified here"
-    ),
+    refused_overrides={
+        "apply_rope_fusion": "Megatron's fused kernel for latent attention is experimental, and was not"
+        " verified here"
+    },
     lora=True,
     adapters_served=True,
     peft_fuses_experts=True,

@@ -35,6 +35,7 @@ Layers = Literal[
     "gated_delta_net",
     "latent_attention",
     "mamba",
+    "softmax_expert_bias",
     "sparse_latent_attention",
     "whole_width_norm",
 ]
@@ -62,8 +63,10 @@ class Family:
     """Those of them that context-parallel ranks divide too."""
     conflicts: Callable[[Config], Iterator[str]] = _no_conflict
     """Yields complaints about several keys together."""
-    unfused_rope: str = ""
-    """The reason why Megatron's fused rotary embedding is not for it; "" where it is."""
+    refused_overrides: Mapping[str, str] = field(default_factory=dict)
+    """Settings of TransformerConfig that cannot be on, each with the reason."""
+    attribute_map: Mapping[str, str] = field(default_factory=dict)
+    """Keys that other families have -> its own names of them; transformers' configurations have such a map too."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Keys that config.json may leave out -> what transformers takes then."""
     rotary: Callable[[Keys], Fields] = whole_heads_rotate
@@ -84,6 +87,8 @@ class Family:
     """PEFT on transformers' model adapts all experts of a layer as one."""
     unread_by_peft: Mapping[str, str] = field(default_factory=dict)
     """Linears whose adapters PEFT does not put on transformers' model, each with the reason."""
+    serves_tied: bool = False
+    """SGLang generates from the embedding where it is the output layer; of models with experts."""
     served_sparse: bool = False
     """SGLang builds every layer with experts."""
     cpu_attention: str = ""
@@ -94,6 +99,11 @@ class Family:
     """SGLang keeps a tensor in fewer bits than an actor in float32 does."""
     log_prob_gap: float = 1e-4
     """The largest difference, in nats, between SGLang's log-probs and the actor's in float32."""
+
+    @property
+    def has_experts(self) -> bool:
+        """False for a dense model."""
+        return any(weight.is_expert for weight in self.weights.layer_weights)
 
     @property
     def is_multimodal(self) -> bool:
@@ -110,7 +120,8 @@ def linear_layers(config: Config) -> list[bool]:
 def keys_of(family: Family, hf: HfModelFacts) -> Keys:
     """Return the keys of a checkpoint's config.json."""
     content = load_model_config(hf.path)
-    return Keys(f"{hf.path}/config.json", content, DEFAULTS | family.defaults)
+    defaults = DEFAULTS | family.defaults
+    return Keys(f"{hf.path}/config.json", content, defaults, family.attribute_map)
 
 
 def transformer_fields(family: Family, hf: HfModelFacts) -> Fields:
@@ -140,11 +151,11 @@ class _Sizes(dict[str, int]):
         self._keys, self._key_of = keys, key_of
 
     def __missing__(self, size: str) -> int:
-        self[size] = self._keys.integer(self._key_of[size])
+        self[size] = self._keys.integer(self._key_of.get(size, size))
         return self[size]
 
 
-# size of a table -> the key of config.json that holds it
+# size of a table -> the key of config.json that holds it; any other size is a key itself
 _KEY_OF = {
     "mlp": "intermediate_size",
     "shared": "n_shared_experts",

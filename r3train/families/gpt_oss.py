@@ -119,10 +119,10 @@ GPT_OSS = Family(
     layers="biased_experts",
     cpu_attention="triton",  # which has a plain twin there
     activation_steps=8,  # its activation is made of several steps
-    unfused_rope=(
-        "for packed sequences Megatron's fused kernel leaves out the factor of yarn by which this"
-        " model's queries and keys grow, and every log-prob would be another"
-    ),
+    refused_overrides={
+        "apply_rope_fusion": "for packed sequences Megatron's fused kernel leaves out the factor of yarn by"
+        " which this model's queries and keys grow, and every log-prob would be another"
+    },
     tiny={"gpt_oss": TinyModel("GptOss", _tiny, recipe_version=2)},
 )
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 @dataclass(frozen=True, slots=True)
 class TinyOptions:
-    """Shape and seed of the checkpoint; a model with num_experts 0 is dense (qwen3_moe only)."""
+    """Shape and seed of the checkpoint; a qwen3_moe with num_experts 0 is a dense qwen3."""
 
     num_layers: int = 4
     hidden_size: int = 64

@@ -22,23 +22,31 @@ class Keys(dict[str, Any]):
     """The keys of a JSON object of config.json that are not null, and ``defaults`` of those that may be missing.
 
     Raises ValueError for a key that is in neither.  file: the file's path, and the object's name in it.
+    names: the file's own names of keys, where it has others (``Family.attribute_map``).
     """
 
-    def __init__(self, file: str, content: Mapping[str, Any], defaults: Mapping[str, Any]):
+    def __init__(
+        self,
+        file: str,
+        content: Mapping[str, Any],
+        defaults: Mapping[str, Any],
+        names: Mapping[str, str],
+    ):
         super().__init__(defaults)
-        self._file = file
+        self._file, self._names = file, names
         self._null = {key for key, value in content.items() if value is None}
         self.update((key, value) for key, value in content.items() if value is not None)
 
     def __missing__(self, key: str) -> Any:
-        raise ValueError(f"{self._file}: key {key} is missing")
+        raise ValueError(f"{self._file}: key {self._names.get(key, key)} is missing")
 
     def integer(self, key: str) -> int:
         """Return a key that must be a number of at least 1."""
         value = self[key]
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(
-                f"{self._file}: key {key} must be an integer of at least 1, got {value!r}"
+                f"{self._file}: key {self._names.get(key, key)} must be an integer of at least 1,"
+                f" got {value!r}"
             )
         return value
 
@@ -61,7 +69,7 @@ class Keys(dict[str, Any]):
         if not isinstance(content, Mapping):
             raise ValueError(f"{self._file}: key {name} must hold a JSON object, got {content!r}")
         defaults = {"rope_type": content.get("type", "default"), "rope_theta": self["rope_theta"]}
-        return Keys(f"{self._file}: {name}", content, defaults)
+        return Keys(f"{self._file}: {name}", content, defaults, {})
 
     @property
     def num_experts(self) -> int:

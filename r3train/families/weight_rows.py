@@ -2,8 +2,8 @@
 
 A row in one line each: ``vector`` (norms, biases), ``column`` and ``row`` (matrices whose rows or columns tensor
 ranks share), ``whole`` (a matrix that each has), ``qkv``, ``gate_up``.  A layer has the trait "dense" or "sparse",
-"full" or "linear" attention, "q_rank" or "no_q_rank", and "qk_norm" where config.json asks for it
-(``family.traits``).  A layer of one mixer has one trait: "mamba", "full", "sparse" or "dense".
+"full" or "linear" attention, "q_rank" or "no_q_rank", "indexer" where it has one of its own, and "qk_norm" where
+config.json asks for it (``family.traits``).  A layer of one mixer has one trait: "mamba", "full", "sparse" or "dense".
 """
 
 from __future__ import annotations
@@ -103,9 +103,11 @@ def router(disk: str = "mlp.gate.weight") -> Weight:
     return whole("mlp.router.weight", disk, "experts", layers=_SPARSE)
 
 
-def expert_bias(disk: str) -> Weight:
+def expert_bias(disk: str, **more: Any) -> Weight:
     """The bias of every expert's score: [experts], a buffer in float32."""
-    return vector("mlp.router.expert_bias", disk, "experts", layers=_SPARSE, float32=True)
+    tensor = DiskTensor(disk, **more)
+    rows = {"rows": "experts"}
+    return Weight("mlp.router.expert_bias", (tensor,), rows, layers=_SPARSE, float32=True)
 
 
 def experts(

@@ -25,7 +25,7 @@ This room imports no torch: the trainer's ``weight_layout`` moves the numbers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -59,7 +59,7 @@ class DiskTensor:
 
     ``parts``: those of the parameter that it holds, in order; all by default.  ``groups``: slices of the parts
     alternate so often.  ``transposed``: its two axes are exchanged.  ``all_experts``: it holds the layer's
-    experts, along a first axis of its own.
+    experts, along a first axis of its own.  ``unsqueezed``: it has a first axis of 1 more.
     """
 
     name: str
@@ -67,6 +67,11 @@ class DiskTensor:
     groups: Size | None = None
     transposed: bool = False
     all_experts: bool = False
+    unsqueezed: bool = False
+
+
+# what the layers of a model may have in common (``family.traits``)
+TRAITS = {"dense", "sparse", "full", "linear", "mamba", "q_rank", "no_q_rank", "qk_norm", "indexer"}
 
 
 @dataclass(frozen=True)
@@ -102,6 +107,8 @@ class Weight:
         object.__setattr__(self, "disk", tuple(filled))
         on_disk = sorted(part for t in self.disk for part in t.parts)
         assert on_disk == sorted(every), f"{self.name}: parts {on_disk} on disk, {every} here"
+        unknown = set(self.layers) - TRAITS
+        assert not unknown, f"{self.name}: layers {unknown}, there are {sorted(TRAITS)}"
 
     @property
     def is_expert(self) -> bool:
@@ -114,7 +121,8 @@ def shape(weight: Weight, tensor: DiskTensor, sizes: Sizes) -> Shape:
     rows = sum(number(weight.parts[part], sizes) for part in tensor.parts)
     found = (rows, *(number(columns, sizes) for columns in weight.columns))
     found = found[::-1] if tensor.transposed else found
-    return (sizes["experts"], *found) if tensor.all_experts else found
+    found = (sizes["experts"], *found) if tensor.all_experts else found
+    return (1, *found) if tensor.unsqueezed else found
 
 
 @dataclass(frozen=True)
@@ -182,7 +190,11 @@ class ModelWeights:
         for weight in self.table.model_weights:
             if not (self.tied and weight.name == OUTPUT_LAYER):
                 yield weight, ""
-        for layer_id in range(len(self.traits)):
+        yield from self.layer_rows(range(len(self.traits)))
+
+    def layer_rows(self, layer_ids: Iterable[int]) -> Iterator[tuple[Weight, str]]:
+        """Yield every weight of some layers with the beginning of its tensors' names."""
+        for layer_id in layer_ids:
             prefix = self.layer_prefix(layer_id)
             yield from ((weight, prefix) for weight in self.layer_weights(layer_id))
 
@@ -203,8 +215,11 @@ class ModelWeights:
         return found
 
     def shapes_of(self, weight: Weight) -> list[Shape]:
-        """Return the shapes of a weight's tensors on disk."""
-        return [shape(weight, tensor, self.sizes) for tensor in weight.disk]
+        """Return the shapes of a weight's tensors on disk; raises ValueError naming the row of a size that is unknown."""
+        try:
+            return [shape(weight, tensor, self.sizes) for tensor in weight.disk]
+        except ValueError as error:
+            raise ValueError(f"{error}, a size of {weight.name}") from None
 
     def bundles(self) -> list[tuple[str, ...]]:
         """Return the tensors that one call of a weight update must bring, two and more."""

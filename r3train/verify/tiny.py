@@ -24,7 +24,7 @@ from click.core import ParameterSource
 from r3train.config.data_settings import PromptFile
 from r3train.data.prompts import read_records
 from r3train.environments.calculator import calculator_prompts, calculator_words
-from r3train.families import TINY_NAMES, tiny_model_of
+from r3train.families import DENSE_NAMES, TINY_MODELS, tiny_model_of
 from r3train.families.tiny_options import SIZES, TinyModel, TinyOptions, shared
 
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<unk>")
@@ -144,9 +144,9 @@ def _check(options: TinyOptions, tokenizer: TrainedTokenizer | None) -> None:
         least, unit = len(SPECIAL_TOKENS) + 256, "the {} of bytes and special tokens"
     if options.vocab_size < least:
         raise ValueError(f"vocab_size {options.vocab_size} is below {unit.format(least)}")
-    if options.family not in TINY_NAMES:
-        raise ValueError(f"unknown family {options.family!r}, there are {', '.join(TINY_NAMES)}")
-    if options.family != "qwen3_moe" and not options.num_experts:
+    if options.family not in TINY_MODELS:
+        raise ValueError(f"unknown family {options.family!r}, there are {', '.join(TINY_MODELS)}")
+    if options.family not in ("qwen3_moe", *DENSE_NAMES) and not options.num_experts:
         raise ValueError(
             f"num_experts 0: {options.family} has experts, a dense model is of qwen3_moe"
         )
@@ -256,7 +256,8 @@ def _make_all_random(model: Any) -> None:
 
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            if "inv_freq" not in name and (tensor.dim() == 1 or name.endswith("bias")):
+            fixed = tensor.dim() == 1 or name.endswith("bias") or not tensor.any()
+            if fixed and "inv_freq" not in name:
                 noise = 0.1 * torch.randn_like(tensor)
                 # transformers takes an expert of a group that was not chosen before one whose score
                 # is negative with its bias; the engines do not, and published biases are positive
@@ -339,10 +340,10 @@ def _option(field: dataclasses.Field) -> click.Option:
     return click.Option([flag], help=_HELP.get(field.name), **settings)
 
 
-_CHOICES = {"family": TINY_NAMES, "dtype": ("float32", "bfloat16"), "task": TASKS}
+_CHOICES = {"family": TINY_MODELS, "dtype": ("float32", "bfloat16"), "task": TASKS}
 _HELP = {
     "family": "Architecture of the model.",
-    "num_experts": "Experts per layer; 0 makes a dense Qwen3.",
+    "num_experts": "Experts per layer, of families that have them; 0 makes a dense Qwen3 of qwen3_moe.",
     "topk": "Experts per token.",
     "vocab_size": f"[default: {TinyOptions().vocab_size}, {TRAINED_VOCAB_SIZE} with --tokenizer-from]",
 }

@@ -145,8 +145,7 @@ def record(names: list[str], scratch: Path) -> None:
         taken = {
             name: str(directory)
             for name, directory in directories.items()
-            if test_families.is_taken(directory, {k: v for k, v in parallel.items() if k != "bf16"})
-            and not (topology == "EP2" and not read_hf_facts(directory).is_moe)
+            if test_families.takes(name, parallel)
         }
         ranks = in_ranks(
             size, scratch / f"ranks {topology}", shards, list(taken.values()), parallel

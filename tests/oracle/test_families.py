@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -57,12 +57,17 @@ CASES = {
     "deepseek_v32 of long sequences": dict(index_topk=5),
     "glm_moe_dsa of long sequences": dict(index_topk=5),
     "kimi_k2 with other scaled positions": dict(qk_rope_head_dim=8, rope_parameters=OTHER_YARN),
+    "qwen2 with a tied output layer": dict(tie_word_embeddings=True),
+    "llama of plain positions, with a tied output layer": dict(
+        tie_word_embeddings=True, rope_parameters=dict(rope_type="default", rope_theta=1e4)
+    ),
+    "ernie4_5_moe with a tied output layer": dict(tie_word_embeddings=True),
 }
 
 
 # written with the keys of releases, which are older than transformers 5's: of scaled positions, of a part
 # of a head that rotates by rotary_dim alone, of heads without a size
-AS_RELEASED = ("kimi_k2", "minimax_m2", "mixtral")
+AS_RELEASED = ("kimi_k2", "llama", "minimax_m2", "mixtral", "qwen2")
 
 
 def with_keys_of_releases(file: Path) -> None:
@@ -89,8 +94,6 @@ def family_of(name: str) -> Family:
 
 def options_of(name: str) -> TinyOptions:
     family = name.split()[0]
-    if family not in TINY_NAMES:
-        return replace(SMALL, num_experts=0)
     # in a hybrid model the fourth layer has another attention
     kinds = TINY_MODELS[family].published.get("full_attention_interval", 0)
     return replace(SMALL, num_layers=max(SMALL.num_layers, kinds), family=family)
@@ -128,28 +131,43 @@ def actors_log_probs(directories: list[str]) -> dict[str, torch.Tensor]:
     return found
 
 
+def test_every_family_has_a_case():
+    assert {read_name for read_name, family in FAMILIES.items() if family.tiny} == FAMILIES.keys()
+
+
+@pytest.fixture(scope="module")
+def checkpoints(request, tmp_path_factory) -> tuple[Path, dict[str, np.ndarray]]:
+    """Checkpoints of the cases that this run asks for (-k), and transformers' log-probs of the text."""
+    items = [item for item in request.session.items if item.path == request.path]
+    asked = {item.callspec.params["name"] for item in items if hasattr(item, "callspec")}
+    directory = tmp_path_factory.mktemp("families")
+    return directory, {name: make(directory / name, name) for name in CASES if name in asked}
+
+
+@pytest.fixture(scope="module")
+def live(checkpoints, tmp_path_factory) -> dict[str, tuple[torch.Tensor, list[str]]]:
+    """``actors_log_probs`` of one rank, by case."""
+    directory, names = checkpoints
+    models = [str(directory / name) for name in names]
+    (found,) = in_ranks(1, tmp_path_factory.mktemp("ranks"), actors_log_probs, models)
+    return {name: found[model] for name, model in zip(names, models)}
+
+
 @pytest.mark.ranks
-def test_an_actor_of_every_verified_family_gives_the_log_probs_of_transformers(tmp_path):
-    expected = {name: make(tmp_path / name, name) for name in CASES}
-    seen = {read_hf_facts(tmp_path / name).model_type for name in CASES}
-    assert seen == FAMILIES.keys()
-    models = [str(tmp_path / name) for name in CASES]
-    (got,) = in_ranks(1, tmp_path / "ranks", actors_log_probs, models)
-    for name in CASES:
-        log_probs, exported = got[str(tmp_path / name)]
-        error = np.abs(log_probs.numpy() - expected[name]).max()
-        assert error < 1e-4, (name, error)
-        hf = read_hf_facts(tmp_path / name)
-        on_disk = {t for t in read_headers(tmp_path / name) if is_trained(t, hf)}
-        assert set(exported) == tensor_names(hf) == on_disk, name
+@pytest.mark.parametrize("name", CASES)
+def test_an_actor_gives_the_log_probs_of_transformers_and_exports_what_it_read(
+    name, checkpoints, live
+):
+    directory, expected = checkpoints
+    log_probs, exported = live[name]
+    assert np.abs(log_probs.numpy() - expected[name]).max() < 1e-4
+    hf = read_hf_facts(directory / name)
+    on_disk = {t for t in read_headers(directory / name) if is_trained(t, hf)}
+    assert set(exported) == tensor_names(hf) == on_disk
 
 
 # -- replayed routes, and gradients --------------------------------------------------------------
 
-# FAMILY in the environment names the one that its author wants to see
-ONE = os.environ.get("FAMILY")
-SPARSE = [name for name in CASES if name != "qwen3" and (ONE or name.split()[0]) == name.split()[0]]
-assert SPARSE, f"FAMILY={ONE}: no such family: {', '.join(CASES)}"
 LENGTHS = [(3, 9), (5, 14), (2, 6), (4, 11)]
 # name -> (number of ranks, settings)
 TOPOLOGIES = {
@@ -159,6 +177,7 @@ TOPOLOGIES = {
         2,
         dict(tensor_model_parallel_size=2, expert_tensor_parallel_size=2, sequence_parallel=True),
     ),
+    "TP2 of whole sequences": (2, dict(tensor_model_parallel_size=2)),
     "EP2": (2, dict(expert_model_parallel_size=2)),
     "CP2": (2, dict(context_parallel_size=2)),
     "PP2": (
@@ -181,10 +200,13 @@ DECAY = ("A_log", "dt_bias", "in_proj_a.", "in_proj_ba.")
 FAST = "TP2"
 
 
-def is_taken(checkpoint: Path, parallel: dict) -> bool:
-    """Return whether a run takes the model in the topology."""
-    fields = {k: v for k, v in parallel.items() if k in ParallelSection.model_fields}
-    return not list(topology_conflicts(read_hf_facts(checkpoint), ParallelSection(**fields)))
+def takes(name: str, parallel: dict[str, Any]) -> bool:
+    """Return whether a run takes the case's family in the topology."""
+    family = family_of(name)
+    if not family.has_experts and any(size.startswith("expert") for size in parallel):
+        return False
+    whole = "tensor_model_parallel_size" in parallel and "sequence_parallel" not in parallel
+    return not (family.alone.keys() & parallel.keys() or family.has_experts and whole)
 
 
 def replayed(directories: list[str], parallel: dict) -> dict[str, dict[str, Any]]:
@@ -197,19 +219,19 @@ def replayed(directories: list[str], parallel: dict) -> dict[str, dict[str, Any]
 
     found = {}
     for directory in directories:
+        hf = read_hf_facts(directory)
         config = configuration(
             Path(directory),
             rollout_batch_size=len(LENGTHS),
             max_tokens_per_gpu=24,
-            use_rollout_routing_replay=True,
-            enable_r3_correctness_check=True,
+            use_rollout_routing_replay=hf.is_moe,
+            enable_r3_correctness_check=hf.is_moe,
             r3_mismatch_threshold=1.0,
             **parallel,
         )
-        hf = read_hf_facts(directory)
         with actor_of(config) as actor:
             slices, _ = slices_of(actor, config, hf, samples(hf, LENGTHS))
-            old = actor.compute_log_probs(slices, "old_log_prob")
+            old = actor.compute_log_probs(slices, "old_log_prob" if hf.is_moe else None)
             none = {s.microbatch_id: torch.zeros(len(s.tokens)) for s in slices}
             actor.backward(slices, none | old, None)
             gradients = export_hf_weights(
@@ -224,7 +246,7 @@ def replayed(directories: list[str], parallel: dict) -> dict[str, dict[str, Any]
             own["unlike disk"] = [n for n, t in actor.hf_weights() if not torch.equal(t, disk[n])]
             actor.optimizer.prepare_grads()
             own["norm"] = torch.tensor(actor.optimizer.get_grad_norm())
-            records = actor.collect_evidence(0)
+            records = actor.collect_evidence(0) if hf.is_moe else []
         assert not any(r.rows_native + r.duplicate_rows + r.rows_recompute_differ for r in records)
         own["replayed rows"] = torch.tensor(sum(r.rows_replayed for r in records))
         last = [s for s in slices if s.microbatch_id in old]
@@ -239,58 +261,68 @@ def replayed(directories: list[str], parallel: dict) -> dict[str, dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def forced(tmp_path_factory) -> tuple[Path, dict[str, tuple[dict, dict]]]:
-    """Checkpoints, and of each {uid: log-prob} and the gradients under random routes and choices."""
-    directory, out = tmp_path_factory.mktemp("families"), {}
-    for name in SPARSE:
-        make(directory / name, name)
-        batch = samples(read_hf_facts(directory / name), LENGTHS)
-        model, by_uid, loss = HfReference(directory / name), {}, 0.0
-        for s in batch:
-            given = s.sample.routed_experts, s.sample.indexer_topk
-            log_probs = model.log_probs(s.sample.token_ids, *given)
-            uids = token_uids(s.sample.sample_id, s.sample.num_tokens)
-            by_uid |= dict(zip(uids[:-1].tolist(), log_probs.tolist()))
-            mask = torch.from_numpy(s.sample.loss_mask[1:])
-            loss = loss - (torch.from_numpy(s.advantages[1:])[mask] * log_probs[mask]).sum()
-        (loss / sum(response for _, response in LENGTHS)).backward()
-        out[name] = by_uid, model.gradients(directory / f"{name} gradients")
-    return directory, out
+def forced(checkpoints, tmp_path_factory) -> dict[str, tuple[dict, dict]]:
+    """Of each case {uid: log-prob} and the gradients under random routes and choices."""
+    directory, names = checkpoints
+    scratch = tmp_path_factory.mktemp("gradients")
+    return {name: reference(directory / name, scratch / name) for name in names}
+
+
+def reference(checkpoint: Path, scratch: Path) -> tuple[dict[int, float], dict[str, torch.Tensor]]:
+    """transformers' log-probs by row uid under random routes and choices, and the policy loss's gradients."""
+    model, by_uid, loss = HfReference(checkpoint), {}, 0.0
+    for s in samples(read_hf_facts(checkpoint), LENGTHS):
+        given = s.sample.routed_experts, s.sample.indexer_topk
+        log_probs = model.log_probs(s.sample.token_ids, *given)
+        uids = token_uids(s.sample.sample_id, s.sample.num_tokens)
+        by_uid |= dict(zip(uids[:-1].tolist(), log_probs.tolist()))
+        mask = torch.from_numpy(s.sample.loss_mask[1:])
+        loss = loss - (torch.from_numpy(s.advantages[1:])[mask] * log_probs[mask]).sum()
+    (loss / sum(response for _, response in LENGTHS)).backward()
+    return by_uid, model.gradients(scratch)
+
+
+@pytest.fixture(scope="module")
+def in_topology(checkpoints, tmp_path_factory) -> Callable[[str], dict[str, list[dict[str, Any]]]]:
+    """Results of ``replayed`` of each rank of a topology, by case: all cases in one start of ranks."""
+
+    @cache
+    def run(topology: str) -> dict[str, list[dict[str, Any]]]:
+        (world_size, parallel), (directory, names) = TOPOLOGIES[topology], checkpoints
+        taken = {name: str(directory / name) for name in names if takes(name, parallel)}
+        scratch = tmp_path_factory.mktemp("ranks")
+        with mock.patch.object(actors, "SEARCHED", [str(STAND_INS)] if topology == TE else []):
+            ranks = in_ranks(world_size, scratch, replayed, list(taken.values()), parallel)
+        return {name: [rank[model] for rank in ranks] for name, model in taken.items()}
+
+    return run
+
+
+def cases() -> Iterator[Any]:
+    """Yield every topology with every case that takes it."""
+    for topology, (_, parallel) in TOPOLOGIES.items():
+        marks = () if topology in (FAST, TE) else pytest.mark.slow
+        for name in CASES:
+            if takes(name, parallel):
+                yield pytest.param(topology, name, marks=marks, id=f"{name}, {topology}")
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    "topology",
-    [pytest.param(t, marks=() if t in (FAST, TE) else pytest.mark.slow) for t in TOPOLOGIES],
-)
+@pytest.mark.parametrize("topology, name", cases())
 def test_replayed_routes_give_the_log_probs_and_gradients_of_transformers(
-    topology, forced, tmp_path, monkeypatch
+    topology, name, in_topology, forced
 ):
-    directory, expected = forced
-    world_size, parallel = TOPOLOGIES[topology]
-    if topology == TE:
-        monkeypatch.setattr(actors, "SEARCHED", [str(STAND_INS)])
-    taken = [name for name in SPARSE if is_taken(directory / name, parallel)]
-    assert len(taken) >= len(SPARSE) - 1  # one refuses ETP2
-    ranks = in_ranks(
-        world_size, tmp_path, replayed, [str(directory / name) for name in taken], parallel
-    )
-    for name in taken:
-        rank_results = [rank[str(directory / name)] for rank in ranks]
-        assert sum(int(rank["replayed rows"]) for rank in rank_results) > 0, name
-        assert not any(rank["unlike disk"] for rank in rank_results), (
-            name,
-            rank_results[0]["unlike disk"],
-        )
-        error, off = errors(rank_results, *expected[name])
-        assert error < LOG_PROB_ERROR, (name, error)
-        assert len(off) == len([t for t in expected[name][1] if not t.endswith(EXPERT_BIAS)]), name
-        wrong = {tensor: e for tensor, e in off.items() if not e <= gradient_error(tensor)}
-        assert not wrong, (name, wrong)
-        norm = sum(float(g.square().sum()) for n, g in expected[name][1].items() if n in off) ** 0.5
-        assert all(
-            float(rank["norm"]) == pytest.approx(norm, rel=1e-5) for rank in rank_results
-        ), name
+    rank_results, (by_uid, gradients) = in_topology(topology)[name], forced[name]
+    is_moe = family_of(name).has_experts
+    assert (sum(int(rank["replayed rows"]) for rank in rank_results) > 0) is is_moe
+    assert not any(rank["unlike disk"] for rank in rank_results), rank_results[0]["unlike disk"]
+    error, off = errors(rank_results, by_uid, gradients)
+    assert error < LOG_PROB_ERROR
+    assert len(off) == len([t for t in gradients if not t.endswith(EXPERT_BIAS)])
+    wrong = {tensor: e for tensor, e in off.items() if not e <= gradient_error(tensor)}
+    assert not wrong
+    norm = sum(float(g.square().sum()) for n, g in gradients.items() if n in off) ** 0.5
+    assert all(float(rank["norm"]) == pytest.approx(norm, rel=1e-5) for rank in rank_results)
 
 
 # on disk: buffers, of which there is no gradient
@@ -382,7 +414,6 @@ def one_state_for_all_sequences(layers: Any, weights: Any, first_layer: int, use
 # the bug -> the case that has it, fields of Megatron's configuration or the layers' hook, what shows it
 PLANTED: dict[str, tuple[str, dict[str, Any] | Callable, str]] = {
     "gates over all experts": ("mixtral", {"moe_router_pre_softmax": True}, "log-probs"),
-    "no gate of the shared expert": ("qwen2_moe", {"moe_shared_expert_gate": False}, "log-probs"),
     "norm_topk_prob not read": (
         "qwen3_moe without normalised gates",
         {"moe_router_pre_softmax": False},
@@ -423,31 +454,71 @@ def planted(model_type: str, change: dict[str, Any] | Callable) -> Iterator[None
         yield
 
 
-def replayed_with_bugs(directory: str, parallel: dict) -> dict[str, dict[str, Any]]:
+def replayed_with_bugs(directory: str, bugs: list[str], parallel: dict) -> dict[str, Any]:
     """``replayed`` by the bug that was planted; in a rank."""
     found = {}
-    for bug, (name, change, _) in PLANTED.items():
+    for bug in bugs:
+        name, change, _ = PLANTED[bug]
         model = str(Path(directory) / name)
         with planted(read_hf_facts(model).model_type, change):
             found[bug] = replayed([model], parallel)[model]
     return found
 
 
+@pytest.fixture(scope="module")
+def with_bugs(checkpoints, tmp_path_factory) -> dict[str, list[dict[str, Any]]]:
+    """Results of ``replayed`` of each rank, by the bug that was planted."""
+    (directory, names), (world_size, parallel) = checkpoints, TOPOLOGIES[FAST]
+    bugs = [bug for bug, (name, _, _) in PLANTED.items() if name in names]
+    scratch = tmp_path_factory.mktemp("ranks")
+    ranks = in_ranks(world_size, scratch, replayed_with_bugs, str(directory), bugs, parallel)
+    return {bug: [rank[bug] for rank in ranks] for bug in bugs}
+
+
 @pytest.mark.ranks
-def test_what_a_familys_file_corrects_shows_where_it_is_left_out(forced, tmp_path):
-    directory, expected = forced
-    world_size, parallel = TOPOLOGIES[FAST]
-    ranks = in_ranks(world_size, tmp_path, replayed_with_bugs, str(directory), parallel)
-    for bug, (name, _, shows) in PLANTED.items():
-        rank_results = [rank[bug] for rank in ranks]
-        error, off = errors(rank_results, *expected[name])
-        moved = rank_results[0]["unlike disk"]
-        assert {
-            "log-probs": error > 0.1,
-            "gradients": error < LOG_PROB_ERROR and max(off.values()) > 0.1,
-            "weights": error < LOG_PROB_ERROR and moved,
-        }[shows], (bug, error, max(off.values()), moved)
-        assert all(tensor.endswith(EXPERT_BIAS) for tensor in moved)
+@pytest.mark.parametrize(
+    "bug, name",
+    [pytest.param(bug, case[0], id=f"{case[0]}, {bug}") for bug, case in PLANTED.items()],
+)
+def test_what_a_familys_file_corrects_shows_where_it_is_left_out(bug, name, with_bugs, forced):
+    rank_results, shows = with_bugs[bug], PLANTED[bug][2]
+    error, off = errors(rank_results, *forced[name])
+    moved = rank_results[0]["unlike disk"]
+    assert {
+        "log-probs": error > 0.1,
+        "gradients": error < LOG_PROB_ERROR and max(off.values()) > 0.1,
+        "weights": error < LOG_PROB_ERROR and moved,
+    }[shows], (error, max(off.values()), moved)
+    assert all(tensor.endswith(EXPERT_BIAS) for tensor in moved)
+
+
+# the family -> what its fields leave out, or make besides, and the row or parameter that the error names
+WRONG_ROWS = {
+    "qwen2_moe": (
+        {"moe_shared_expert_gate": False},
+        "mlp.shared_experts.gate_weight is no parameter",
+    ),
+    "llama": (
+        {"qk_layernorm": True},
+        "no row of the table is decoder.layers.0.self_attention.q_layernorm",
+    ),
+}
+
+
+def error_of_a_wrong_row(directory: str, name: str) -> str:
+    """The error of an actor whose table does not fit Megatron's model; in a rank."""
+    with planted(name, WRONG_ROWS[name][0]), pytest.raises(AssertionError) as refused:
+        actors_log_probs([directory])
+    return str(refused.value)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", WRONG_ROWS)
+def test_a_row_without_a_parameter_and_a_parameter_without_a_row_are_named(name, tmp_path):
+    model = tmp_path / "model"
+    make(model, name)
+    (found,) = in_ranks(1, tmp_path / "ranks", error_of_a_wrong_row, str(model), name)
+    assert WRONG_ROWS[name][1] in found
 
 
 def with_pairs_of_neighbours(directory: str) -> dict[str, Any]:

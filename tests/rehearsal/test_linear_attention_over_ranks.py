@@ -38,12 +38,12 @@ each = pytest.mark.parametrize(
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory) -> tuple[Path, tuple[dict, dict]]:
     """The checkpoint, and what transformers computes of it."""
+    directory = tmp_path_factory.mktemp("families") / NAME
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(oracle, "SPARSE", [NAME])
         patch.setitem(oracle.CASES, NAME, HEADS)
-        directory, found = oracle.forced.__wrapped__(tmp_path_factory)
-    assert read_hf_facts(directory / NAME).model_type == "qwen3_5_moe"
-    return directory / NAME, found[NAME]
+        oracle.make(directory, NAME)
+    assert read_hf_facts(directory).model_type == "qwen3_5_moe"
+    return directory, oracle.reference(directory, tmp_path_factory.mktemp("gradients"))
 
 
 @each
@@ -51,7 +51,7 @@ def test_cut_sequences_give_the_log_probs_and_gradients_of_transformers(
     topology, expected, tmp_path
 ):
     (model, transformers_result), (ranks, parallel) = expected, TOPOLOGIES[topology]
-    assert oracle.is_taken(model, parallel)
+    assert oracle.takes(NAME, parallel)
     found = in_ranks(ranks, tmp_path, oracle.replayed, [str(model)], parallel)
     error, off = oracle.errors([rank[str(model)] for rank in found], *transformers_result)
     worst = max(off, key=lambda tensor: off[tensor] / oracle.gradient_error(tensor))

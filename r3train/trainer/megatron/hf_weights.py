@@ -77,13 +77,17 @@ def chunk_weights(weights: ModelWeights, chunk: torch.nn.Module) -> list[ChunkWe
     chunk = unwrap(chunk)
     if chunk not in _weights_by_chunk:
         ranks = ps.get_expert_model_parallel_world_size()
+        layer_ids = [layer.layer_number - 1 for layer in chunk.decoder.layers]
         names = TensorNames(
             weights,
-            [layer.layer_number - 1 for layer in chunk.decoder.layers],
+            layer_ids,
             ps.get_expert_model_parallel_rank() * (weights.sizes["experts"] // ranks),
         )
         # in front: an export is sent in buckets of one dtype
         found = sorted(_find(names, chunk), key=lambda one: not one.is_float32)
+        met = {(one.hf.prefix, one.hf.layout.weight.name) for one in found}
+        for row, prefix in weights.layer_rows(layer_ids):
+            assert (prefix, row.name) in met, f"the row {row.name} is no parameter of {prefix}"
         _weights_by_chunk[chunk] = found
     return _weights_by_chunk[chunk]
 

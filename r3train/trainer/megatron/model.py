@@ -212,7 +212,7 @@ def _fusions(hf: HfModelFacts) -> dict[str, bool]:
     unfused permutation takes a kernel for every step of it.
     """
     return {
-        "apply_rope_fusion": not FAMILIES[hf.model_type].unfused_rope,
+        "apply_rope_fusion": "apply_rope_fusion" not in FAMILIES[hf.model_type].refused_overrides,
         "moe_permute_fusion": hf.is_moe,
         "gradient_accumulation_fusion": True,
         # a first microbatch would be written over what main_grad holds, not added

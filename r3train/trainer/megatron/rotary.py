@@ -1,7 +1,7 @@
 """Rotary positions of packed sequences without waiting for the device.
 
 Megatron's unfused path reads the packs' lengths back to the host for queries and for keys, in every layer and forward:
-families whose rotation no fused kernel computes (``Family.unfused_rope``) stop the device's queue four to six
+families whose rotation no fused kernel computes (``Family.refused_overrides``) stop the device's queue four to six
 times per layer.  Here every row looks up its own frequencies.  The values are the same to the bit.
 
 Source: megatron-core 0.19.2, ``models/common/embeddings/rope_utils.py``.

@@ -45,6 +45,7 @@ class OnDisk:
     rows: list[int]
     groups: int | None
     transposed: bool
+    unsqueezed: bool
 
 
 class Layout:
@@ -65,6 +66,7 @@ class Layout:
                 [self.rows[part] for part in tensor.parts],
                 None if tensor.groups is None else number(tensor.groups, sizes),
                 tensor.transposed,
+                tensor.unsqueezed,
             )
             for tensor in weight.disk
         ]
@@ -77,12 +79,14 @@ class Layout:
     @cached_property
     def _is_as_on_disk(self) -> bool:
         tensor = self.disk[0]
-        return len(self.disk) == 1 and not tensor.transposed and tensor.groups == self.groups
+        moved = tensor.transposed or tensor.unsqueezed
+        return len(self.disk) == 1 and not moved and tensor.groups == self.groups
 
     @cached_property
     def _split_rows(self) -> list[int] | None:
         """Rows of the tensors on disk where each is one part and nothing alternates (gate, up); else None."""
-        plain = self.groups is None and not any(tensor.transposed for tensor in self.disk)
+        moved = any(tensor.transposed or tensor.unsqueezed for tensor in self.disk)
+        plain = self.groups is None and not moved
         each = [tensor.parts for tensor in self.disk] == [(part,) for part in self.rows]
         return list(self.rows.values()) if plain and each else None
 
@@ -92,6 +96,7 @@ class Layout:
             return tensors[0]
         parts: dict[str, torch.Tensor] = {}
         for on_disk, tensor in zip(self.disk, tensors, strict=True):
+            tensor = tensor[0] if on_disk.unsqueezed else tensor
             tensor = tensor.T if on_disk.transposed else tensor
             parts |= zip(on_disk.parts, take_apart(tensor, on_disk.groups, on_disk.rows))
         return put_together([parts[part] for part in self.rows], self.groups)
@@ -105,8 +110,8 @@ class Layout:
         parts = dict(zip(self.rows, take_apart(whole, self.groups, list(self.rows.values()))))
         tensors = (put_together([parts[p] for p in t.parts], t.groups) for t in self.disk)
         return [
-            (tensor.T if on_disk.transposed else tensor).contiguous()
-            for on_disk, tensor in zip(self.disk, tensors)
+            (tensor.T if d.transposed else tensor[None] if d.unsqueezed else tensor).contiguous()
+            for d, tensor in zip(self.disk, tensors)
         ]
 
     def _sections(self, ranks: int) -> list[int] | None:

@@ -68,6 +68,7 @@ NOT_THE_MODELS = f"""
     {DENSE} | freeze_moe_router=true | qwen3 without experts: no router to freeze
     num_experts_per_tok=9 | | num_experts_per_tok 9 exceeds
     tie_word_embeddings=true | | tie_word_embeddings is true, expected false
+    model_type="ernie4_5_moe", tie_word_embeddings=true | transformer_overrides={{"moe_z_loss_coeff"=0.1}} | moe_z_loss_coeff cannot be on for
     | tensor_model_parallel_size=2 | needs --sequence-parallel: Megatron
     | pipeline_model_parallel_size=3 | 4 layers do not divide by 3 pipeline stages
     | {TWO_STAGES}, decoder_first_pipeline_num_layers=5 | leave -1 for 1 stages
@@ -119,6 +120,7 @@ def test_what_fits_passes():
     check_model(config(), facts(**dense), 1)
     check_model(config(), facts(**dense, **tied), 1)
     check_model(config(replay_rollouts="."), facts(**tied), 1)
+    check_model(config(), facts(model_type="ernie4_5_moe", **tied), 1)
     check_model(config(), facts(index_topk=64), 1)
     check_model(config(**R3), facts(index_topk=64), 1)
     stores = dict(**R3, route_stores=True)

@@ -16,7 +16,14 @@ from safetensors.torch import save_file as save_torch
 
 from r3train.config.cross_checks import check_model
 from r3train.config.hf_facts import read_hf_facts
-from r3train.families import FAMILIES, TINY_NAMES, sent_together, tensor_shapes
+from r3train.families import (
+    DENSE_NAMES,
+    FAMILIES,
+    TINY_MODELS,
+    TINY_NAMES,
+    sent_together,
+    tensor_shapes,
+)
 from r3train.families.checks import check_family, untrained_parts
 from r3train.families.published import published_names
 from r3train.hf_checkpoint import copy_all_but_weights, is_trained, read_headers
@@ -48,7 +55,7 @@ def change(directory: Path, **keys) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | keys))
 
 
-@pytest.mark.parametrize("family", ["phimoe", "llama"])
+@pytest.mark.parametrize("family", ["phimoe", "gemma3"])
 def test_a_family_that_nobody_verified_is_refused_by_name_with_those_that_work(family, model_dir):
     change(model_dir, model_type=family)
     output = refused(model_dir)
@@ -335,6 +342,20 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.5
         ("nemotron_h", {"mamba_n_groups": 4}, "n_groups is 2, and SGLang takes 4"),
         ("nemotron_h", {"mamba_d_conv": 3}, "conv_kernel is 4, and SGLang takes 3"),
         ("nemotron_h", {"moe_latent_size": 16}, "moe_latent_size is 16"),
+        ("ernie4_5_moe", {"moe_num_experts": None}, "key moe_num_experts is missing"),
+        ("ernie4_5_moe", {"moe_k": "2"}, "key moe_k must be an integer of at least 1, got '2'"),
+        ("ernie4_5_moe", {"moe_num_shared_experts": 0}, "key moe_num_shared_experts must be"),
+        ("ernie4_5_moe", {"moe_layer_end_index": 0}, "moe_layer_end_index is 0, expected 1"),
+        ("ernie4_5_moe", {"moe_layer_start_index": None}, "moe_layer_start_index is missing"),
+        ("ernie4_5_moe", {"moe_layer_interval": 2}, "moe_layer_interval is 2"),
+        ("ernie4_5_moe", {"use_bias": True}, "use_bias is True"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "llama3"}},
+            "low_freq_factor of scaled positions",
+        ),
+        ("llama", {"attention_bias": True}, "attention_bias is True"),
+        ("qwen2", {"use_sliding_window": True}, "use_sliding_window is True"),
     ],
 )
 def test_a_setting_of_one_family_that_was_not_verified_is_refused(
@@ -347,6 +368,17 @@ def test_a_setting_of_one_family_that_was_not_verified_is_refused(
 def test_a_tiny_model_of_every_family_passes_the_dry_run(family, model_of_family):
     result = start(model_of_family(family), "--dry-run")
     assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize("family", DENSE_NAMES)
+def test_a_dense_model_is_taken_without_the_flags_of_r3_and_refused_with_them(
+    family, model_of_family
+):
+    model, dense = model_of_family(family), "--expert-model-parallel-size 1".split()
+    message = start(model, *dense, "--dry-run").output
+    assert f"{family} without experts, so there is no routing to replay" in message
+    without = start(model, *dense, "--no-use-rollout-routing-replay", "--dry-run")
+    assert without.exit_code == 0, without.output
 
 
 @pytest.mark.parametrize(
@@ -429,7 +461,7 @@ def test_a_tensor_that_is_missing_is_refused(model_dir):
     assert "model.layers.3.mlp.experts.7.up_proj.weight: missing" in refused(model_dir)
 
 
-@pytest.mark.parametrize("family", TINY_NAMES)
+@pytest.mark.parametrize("family", TINY_MODELS)
 def test_the_shapes_by_config_json_are_those_that_transformers_writes(family, model_of_family):
     hf = read_hf_facts(model_of_family(family) / "model")
     kinds = read_headers(hf.path).items()

@@ -10,6 +10,7 @@ from r3train.trainer.megatron.layers.biased_experts import adapt_biased_experts
 from r3train.trainer.megatron.layers.gated_delta_net import adapt_gated_delta_net
 from r3train.trainer.megatron.layers.latent_attention import adapt_latent_attention
 from r3train.trainer.megatron.layers.mamba import adapt_mamba
+from r3train.trainer.megatron.layers.softmax_expert_bias import adapt_softmax_expert_bias
 from r3train.trainer.megatron.layers.sparse_attention import adapt_sparse_attention
 from r3train.trainer.megatron.layers.whole_width_norm import adapt_whole_width_norm
 
@@ -28,6 +29,7 @@ ADAPTATIONS: dict[str, Callable[[Any, ModelWeights, int, bool], None]] = {
     "gated_delta_net": adapt_gated_delta_net,
     "latent_attention": adapt_latent_attention,
     "mamba": adapt_mamba,
+    "softmax_expert_bias": adapt_softmax_expert_bias,
     "sparse_latent_attention": adapt_sparse_attention,
     "whole_width_norm": adapt_whole_width_norm,
 }
