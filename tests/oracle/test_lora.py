@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from r3train.config.hf_facts import read_hf_facts
 from r3train.config.lora_settings import LoraSection
-from r3train.families import FAMILIES, TINY_NAMES, tensor_names
+from r3train.families import DENSE_NAMES, FAMILIES, TINY_NAMES, tensor_names
 from r3train.families.weights import DiskTensor
 from r3train.hf_checkpoint import read_headers
 from r3train.peft_files import write_adapter
@@ -39,9 +39,9 @@ LR = 0.05
 # a family's tiny model of four layers, where pipeline ranks have two pieces each; Moonlight is DeepSeek-V3's
 # architecture with whole queries
 LAYERS = 4
-DENSE = "qwen3"
+DENSE = [name for name in DENSE_NAMES if family_of(name).lora]
 SPARSE = [name for name in TINY_NAMES if family_of(name).lora]
-HELD = [DENSE, *SPARSE]
+HELD = [*DENSE, *SPARSE]
 TP2 = dict(tensor_model_parallel_size=2, sequence_parallel=True)
 RECOMPUTE = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 OVERLAP = dict(use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True)
@@ -119,8 +119,8 @@ def settings(directory: Path, family: str, **fields: Any):
         directory / family,
         rollout_batch_size=len(LENGTHS),
         max_tokens_per_gpu=24,
-        use_rollout_routing_replay=family != DENSE,
-        enable_r3_correctness_check=family != DENSE,
+        use_rollout_routing_replay=family not in DENSE,
+        enable_r3_correctness_check=family not in DENSE,
         r3_mismatch_threshold=1.0,
         clip_grad=1e9,
         **{**LORA, **dict(optimizer="sgd", lr=lr), **fields},
@@ -491,7 +491,7 @@ OTHERS = [
     for family in SPARSE
     for topology in ("tp2etp2", "tp2ep2")
     if family not in WHOLE and is_verified(family, TOPOLOGIES[2][topology])
-] + [f"{DENSE} tp2"]
+] + [f"{family} tp2" for family in DENSE]
 
 
 def halves(family: str, world_size: int) -> list[tuple[int, list[str]]]:
