@@ -44,7 +44,6 @@ KIMI_K25 = replace(
     ),
     needs=DEEPSEEK_V3.needs | {"tie_word_embeddings": (False, False)},
     conflicts=_conflicts,
-    adapters_served=False,
     peft_fuses_experts=False,
     tiny={
         "kimi_k25": TinyModel(

@@ -49,7 +49,7 @@ def merged(model: Path, adapter: dict[str, torch.Tensor], directory: Path) -> Hf
     directory.mkdir()
     copy_all_but_weights(model, directory)
     tensors = load_file(model / "model.safetensors")
-    for name in LORA.targets(tensors):
+    for name in LORA.targets(tensor_names(read_hf_facts(model))):
         a, b = (adapter[f"{name.removesuffix('.weight')}.lora_{x}"] for x in "AB")
         tensors[name] = tensors[name] + LORA.scale * b @ a
     save_file(tensors, directory / "model.safetensors", {"format": "pt"})
@@ -71,6 +71,9 @@ FAMILIES_SERVED = (
     "glm4_moe",
     "deepseek_v3",
     "kimi_k2",
+    "kimi_k25",
+    "deepseek_v32",
+    "glm_moe_dsa",
     "glm4_moe_lite",
 )
 

@@ -497,6 +497,8 @@ OTHERS = [
 def halves(family: str, world_size: int) -> list[tuple[int, list[str]]]:
     every = TOPOLOGIES[world_size].items()
     names = [name for name, fields in every if is_verified(family, fields)]
+    if has_delta_nets(family):  # whose bfloat16 is off by more than the bounds, on one rank too
+        names = [name for name in names if not name.endswith("bf16")]
     cases = [f"{family} {name}" for name in names if not name.endswith("_te")]
     middle = len(cases) // 2
     return [(world_size, cases[:middle]), (world_size, cases[middle:])]
