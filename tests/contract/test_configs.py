@@ -41,6 +41,19 @@ def test_every_recipe_loads_and_its_resolved_form_reads_back_the_same(path, tmp_
     assert RunConfig.from_toml(saved) == config
 
 
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipes_head_has_its_commands_and_what_a_step_of_it_takes(path):
+    schema, *head = path.read_text().split("[model]")[0].splitlines()
+    assert schema == "#:schema ../r3train.schema.json"
+    for said in (
+        f"r3train train --config {path.stem}",
+        f"CONFIG={path.stem} ",
+        "sbatch",
+        "# A step",
+    ):
+        assert said in "\n".join(head), said
+
+
 def test_the_demo_fits_two_ranks_with_r3_and_with_the_check():
     config = RunConfig.from_toml(
         CONFIGS / "tiny_cpu.toml",

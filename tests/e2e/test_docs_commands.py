@@ -168,9 +168,9 @@ def test_the_commands_of_a_page_run(page, checkout, once, engine, monkeypatch):
                 command += f" --rollout-external-engine-addrs {engine}"
             # a page that binds a server beyond loopback says to export its key
             if trains:
-                assert "[replay]" in dry_run(f"{KEY} {command}", checkout, monkeypatch)
+                assert "[model]" in dry_run(f"{KEY} {command}", checkout, monkeypatch)
             else:
-                assert "[replay]" in run(f"export {KEY}; {command} --dry-run", checkout)
+                assert "[model]" in run(f"export {KEY}; {command} --dry-run", checkout)
 
 
 @pytest.mark.slow
@@ -189,7 +189,7 @@ def test_the_commands_of_a_page_that_train_or_serve_do_so(page, checkout, once, 
             node = re.sub(r"--rdzv-endpoint \S+", here, command) + " --dry-run"
             node = re.sub(r"(--rollout-external-engine-addrs) \S+", rf"\1 {engine}", node)
             others = f"{node} & " * (int(re.findall(r"--nnodes (\d+)", command)[0]) - 1)
-            assert "[replay]" in run(f"{others}{node} && wait", checkout, timeout=600)
+            assert "[model]" in run(f"{others}{node} && wait", checkout, timeout=600)
         elif kind is Kind.SERVE:
             serve(command, checkout)
         elif kind is Kind.RUN and "make-tiny-model" in command:
