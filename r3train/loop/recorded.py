@@ -19,7 +19,7 @@ from r3train.routing.fingerprint import (
 from r3train.ids import token_uids
 from r3train.types import RolloutSample
 
-_SLOTS_AT_ONCE = 1 << 16
+_SLOTS_AT_ONCE = 1 << 17
 
 
 def decoded_rows(sample: RolloutSample) -> Iterator[tuple[int, np.ndarray]]:
