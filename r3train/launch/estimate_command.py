@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 
 import click
 
@@ -177,6 +178,12 @@ def _report(
     """
     model, notes = find_model(config)
     most = (1 - MARGIN) * gpu_bytes - _shared(config, gpu_bytes)
+    given = None
+    try:
+        given = fullest_rank(config, model, world_size)
+    except ConfigError as error:
+        notes += [f"this recipe's topology: {line}" for line in str(error).splitlines()]
+    work_s = partial(_work_s, config, model, world_size, gpu_bytes)
     fits, lack = search(config, model, world_size, most, _SHOWN), ""
     if fits[0].fullest.total > most:
         lack = (
@@ -186,28 +193,18 @@ def _report(
         )
         if not config.lora.enabled:
             lack += "; adapters (--lora-rank 16) and a lower --max-tokens-per-gpu need less"
-    elif _keeps_topology(config, model, world_size, gpu_bytes, most, fits[0]):
-        given = fullest_rank(config, model, world_size)
-        fits = [given, *(fit for fit in fits if fit.name != given.name)]
-    lines = _lines(config, model, world_size, gpu_bytes, [] if lack else fits, longest_prompt)
+    elif given and given.fullest.total <= most and work_s(given) <= work_s(fits[0]):
+        fits = [given, *fits]
+    shown = [] if lack else fits
+    lines = _lines(config, model, world_size, gpu_bytes, given, shown, longest_prompt)
     return [*_wrapped(notes), *lines], fits, [*_wrapped([lack])]
 
 
-def _keeps_topology(
-    config: RunConfig, model: Model, world_size: int, gpu_bytes: float, most: float, other: Fit
-) -> bool:
-    """Return True if the recipe's own topology fits, and the parts of a step take no longer than with ``other``."""
-    try:
-        given = fullest_rank(config, model, world_size)
-    except ConfigError:
-        return False
+def _work_s(config: RunConfig, model: Model, world_size: int, gpu_bytes: float, fit: Fit) -> float:
+    """Return the seconds of all parts of a step with a topology, those that others hide too."""
     server = estimate_server(config, model, gpu_bytes)
-
-    def seconds(fit: Fit) -> float:
-        time = step_time(fit.config, model, fit.fullest.held, server, world_size, gpu_bytes)
-        return sum(part_s for _, part_s, _ in time.parts)
-
-    return given.fullest.total <= most and seconds(given) <= seconds(other)
+    time = step_time(fit.config, model, fit.fullest.held, server, world_size, gpu_bytes)
+    return sum(seconds for _, seconds, _ in time.parts)
 
 
 def _shared(config: RunConfig, gpu_bytes: float) -> float:
@@ -225,24 +222,20 @@ def _lines(
     model: Model,
     world_size: int,
     gpu_bytes: float,
+    given: Fit | None,
     fits: list[Fit],
     longest_prompt: int | None = None,
 ) -> Iterator[str]:
-    total, rows, timed = model.total, [_HEAD], fits
+    total, rows = model.total, [_HEAD]
     text = [
         f"{model.hf.model_type}: {total.total / GIGA:,.1f} billion parameters, {total.expert / GIGA:,.1f} of"
         f" experts, {amount(total.total * value_bytes(config))} of weights"
         + (f"; {total.adapters / GIGA:,.2f} billion of adapters" if config.lora.enabled else "")
     ]
-    try:
-        given = fullest_rank(config, model, world_size)
-    except ConfigError as error:
-        text += [f"this recipe's topology: {line}" for line in str(error).splitlines()]
-    else:
-        for stage in stages(config, model, world_size):
-            rows.append(_row("recipe", given, stage, gpu_bytes))
+    if given is not None:
+        ranks = stages(config, model, world_size)
+        rows += [_row("recipe", given, stage, gpu_bytes) for stage in ranks]
         fits = [fit for fit in fits if fit.name != given.name]
-        timed = [given, *fits]
     rows += [_row("fits", fit, fit.fullest, gpu_bytes) for fit in fits]
     text.append(
         f"{gpus_in_words(world_size)} of {gpu_bytes / GIGA:,.0f} GB ({amount(gpu_bytes)}) for training; GiB per rank, not measured,"
@@ -262,6 +255,7 @@ def _lines(
     if config.has_engines:
         server = estimate_server(config, model, gpu_bytes, longest_prompt)
         yield from _wrapped(_server_lines(config, server, gpu_bytes))
+        timed = [fit for fit in (given, *fits) if fit is not None]
         for fit in timed:
             time = step_time(fit.config, model, fit.fullest.held, server, world_size, gpu_bytes)
             yield from _wrapped(_time_lines(config, fit, time, with_parts=fit is timed[0]))
@@ -300,10 +294,9 @@ def _elsewhere(config: RunConfig, model: Model, world_size: int) -> Iterator[str
         one = training_checkpoint_bytes(config, model)
         # the new one is complete before the old one goes
         kept = (config.checkpoint.save_keep_last or 2) + 1
-        text = f"a training checkpoint: {amount(one)}, {kept} of them {amount(kept * one)} on disk"
+        yield f"a training checkpoint: {amount(one)}, {kept} of them {amount(kept * one)} on disk"
         if config.checkpoint.async_save:
-            text += f"; {amount(one)} of the hosts' memory while it is written (--async-save)"
-        yield text
+            yield f"  {amount(one)} of the hosts' memory while it is written (--async-save)"
 
 
 def _time_lines(config: RunConfig, fit: Fit, time: StepTime, *, with_parts: bool) -> Iterator[str]:
