@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from r3train.engine.refusals import SGLANG_RELEASE
 from r3train.doctor.finding import Finding, Findings, fact, ok, problem, room, warning
 from r3train.launch.estimate import amount
 from r3train.launch.limits import (
@@ -24,7 +25,7 @@ from r3train.launch.limits import (
 # measured with r3train: another version may have moved the seams
 PINNED = {
     "megatron-core": ("0.19.2", "the router's replay seam and the CPU adaptation"),
-    "sglang": ("0.5.23", "routed experts on the wire and weight updates"),
+    "sglang": (SGLANG_RELEASE, "routed experts on the wire and weight updates"),
     "transformers": ("5.19.0", "the version that sglang requires"),
 }
 

@@ -9,7 +9,10 @@ Source: SGLang 0.5.23; docs/proof/r3.md says what was measured.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
+
+from r3train.config.hf_facts import load_json_object
 
 _WEIGHTS = "the run sends the weights of --hf-checkpoint's model, as they are"
 _SAMPLING = "every request carries --rollout-temperature, --rollout-top-p and --rollout-top-k"
@@ -289,6 +292,35 @@ def refused(
         for field, (is_refused, reason) in table.items():
             if field in settings and is_refused(settings[field], settings):
                 yield field, settings[field], f"cannot go with {flag}: {reason}"
+
+
+# the release that was read, and against which answers, settings and checksums were held
+SGLANG_RELEASE = "0.5.23"
+_QUANTISES = ("quantization", "modelopt_quant", "quantize_and_serve", "rl_quant_profile")
+
+
+def foreign(info: Settings, model: Settings) -> Iterator[str]:
+    """Yield what a server of somebody else's cannot be taken for: another release, or weights in another form.
+
+    info, model: its answers to ``/server_info`` and ``/model_info``.  A checkpoint is read where it is here too.
+    """
+    version = info.get("version")
+    if str(version).partition("+")[0].partition(".post")[0] != SGLANG_RELEASE:
+        yield (
+            f"runs SGLang {version}, expected {SGLANG_RELEASE}, whose routes, version labels and checksums are known:"
+            f" start it from an environment with sglang=={SGLANG_RELEASE}"
+        )
+    why = "an update would bring bfloat16 numbers without their scales"
+    for field in _QUANTISES:
+        if _is_on(info.get(field), info):
+            yield f"runs with {field} = {info[field]!r}, and {why}: start it without"
+    path = Path(str(model.get("model_path"))) / "config.json"
+    if path.is_file() and (found := load_json_object(path).get("quantization_config")):
+        method = found.get("quant_method") if isinstance(found, Mapping) else found
+        yield (
+            f"serves {path.parent}, which is quantised ({method}), and {why}: start it from --hf-checkpoint, or let the"
+            " run start servers of fp8 (--rollout-weights fp8)"
+        )
 
 
 def settings_of_a_server(info: Any) -> Settings:

@@ -47,7 +47,7 @@ from r3train.engine.backend import EngineError
 from r3train.engine.control import EngineControl
 from r3train.engine.flags import check_server_flags, server_fields
 from r3train.engine.key import engine_api_key
-from r3train.engine.refusals import refused
+from r3train.engine.refusals import foreign, refused
 from r3train.environments.named_environments import begin_environment, get_environment, get_tools
 from r3train.hf_checkpoint import (
     check_export,
@@ -611,7 +611,8 @@ def check_external_server(
         )
     try:
         with EngineControl([address], api_key=api_key, timeout_s=_ANSWER_S) as control:
-            control.model_info()
+            (model,), (info,) = control.model_info(), control.server_info()
+            raise_all([f"engine {address} {text}" for text in foreign(info, model)])
             control.require_settings(
                 replay=config.replay.use_rollout_routing_replay,
                 indexer=hf is not None and replayed_index_topk(config, hf) is not None,

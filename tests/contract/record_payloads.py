@@ -27,6 +27,8 @@ PROMPT = np.random.default_rng(0).integers(3, 500, 6).tolist()
 # They differ from run to run and mean nothing to the client.
 _DROPPED = ("e2e_latency", "response_sent_to_client_ts", "id")
 _INFO = (
+    "version",
+    "quantization",
     "tp_size",
     "dp_size",
     "random_seed",

@@ -23,6 +23,7 @@ from r3train.launch.serve import serve
 from r3train.engine import launch_server, server as sglang_server
 from r3train.engine.backend import EngineError
 from r3train.engine.key import ENGINE_KEY_VARIABLE, engine_api_key
+from r3train.engine.refusals import SGLANG_RELEASE
 from r3train.engine.flags import check_server_flags
 from r3train.engine.server import SGLangServer
 
@@ -119,7 +120,7 @@ def test_a_server_that_others_reach_talks_gloo_over_the_interface_of_its_address
 
 async def asks_for_a_key(request, body):
     if request.headers.get("Authorization") == f"Bearer {KEY}" or request.path == "/health":
-        return web.json_response({})
+        return web.json_response({"version": SGLANG_RELEASE})
     return web.json_response({"error": "Unauthorized"}, status=401)
 
 

@@ -214,13 +214,12 @@ def test_speculation_without_a_known_room_is_refused(missing, tiny):
     assert result.exit_code == 2 and "does not count verify tokens" in words(result.output)
 
 
-async def ask_external(tiny: Path, info: dict, *flags: str):
-    """The dry run with a server that says ``info`` of itself."""
+async def ask_external(tiny: Path, info: dict, *flags: str, **model: str):
+    """The dry run with a server that says ``info`` of itself, and ``model`` of its model."""
 
     async def answer(request, _body):
-        return web.json_response(
-            info if request.path == "/server_info" else {"weight_version": "0"}
-        )
+        of_model = {"weight_version": "0", **model}
+        return web.json_response(info if request.path == "/server_info" else of_model)
 
     async with Fake(answer).running() as addr:
         address = ["--rollout-external-engine-addrs", addr]
@@ -267,6 +266,39 @@ async def test_a_server_that_cannot_say_which_tokens_it_kept_is_refused(field, t
     assert result.exit_code == 0, result.output
     result = await ask_external(tiny, SERVER_INFO | {field: refused}, off)
     assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize(
+    "told, refused",
+    [
+        ({"version": "0.5.22"}, "runs SGLang 0.5.22, expected 0.5.23"),
+        ({"version": "0.6.0rc1"}, "runs SGLang 0.6.0rc1, expected 0.5.23"),
+        ({"version": "0.5.230"}, "runs SGLang 0.5.230, expected 0.5.23"),
+        ({"version": None}, "runs SGLang None, expected 0.5.23"),
+        ({"version": "0.5.23.post2"}, None),
+        ({"version": "0.5.23+cu130"}, None),
+        ({"quantization": "fp8"}, "runs with quantization = 'fp8'"),
+        ({"modelopt_quant": "nvfp4"}, "runs with modelopt_quant = 'nvfp4'"),
+        ({"quantization": None, "modelopt_quant": ""}, None),
+    ],
+)
+async def test_an_external_server_of_another_release_or_form_of_weights_is_refused(
+    told, refused, tiny
+):
+    result = await ask_external(tiny, SERVER_INFO | told)
+    assert result.exit_code == (0 if refused is None else 2), result.output
+    assert refused is None or refused in words(result.output)
+
+
+async def test_an_external_server_on_a_checkpoint_that_is_quantised_is_refused(tiny, tmp_path):
+    config = json.loads((tiny / "model" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    result = await ask_external(tiny, SERVER_INFO, model_path=str(tmp_path))
+    assert result.exit_code == 0, result.output
+    config["quantization_config"] = {"quant_method": "fp8"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    result = await ask_external(tiny, SERVER_INFO, model_path=str(tmp_path))
+    assert result.exit_code == 2 and "which is quantised (fp8)" in words(result.output)
 
 
 def test_speculation_of_our_own_servers_that_hides_the_sampling_mask_is_refused(tiny):
