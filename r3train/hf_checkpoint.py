@@ -373,23 +373,31 @@ def copy_all_but_weights(hf_checkpoint: Path, directory: Path) -> None:
 
 
 def write_fp8_checkpoint(hf: HfModelFacts, directory: Path) -> None:
-    """Write a checkpoint with its linears in blocks of fp8; an earlier one is replaced once the new one is whole."""
+    """Write a checkpoint with its linears in blocks of fp8; an earlier one is replaced once the new one is whole.
+
+    Raises ValueError naming the directory where it cannot be written.
+    """
     from r3train.fp8_blocks import as_served  # it imports torch
 
     names = quantised_tensors(hf)
     whole = (name.removesuffix(".weight") for name in trained_tensors(hf) if "kv_b_proj" in name)
-    with replaced_directory(directory) as partial:
-        copy_all_but_weights(hf.path, partial)
-        write_shards(as_served(_tensors(hf.path), names), partial, shard_bytes=SHARD_BYTES)
-        config = dict(load_json_object(partial / "config.json"))
-        config["quantization_config"] = {
-            "quant_method": "fp8",
-            "fmt": "e4m3",
-            "activation_scheme": "dynamic",
-            "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
-            "modules_to_not_convert": sorted(whole),
-        }
-        (partial / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+    try:
+        with replaced_directory(directory) as partial:
+            copy_all_but_weights(hf.path, partial)
+            write_shards(as_served(_tensors(hf.path), names), partial, shard_bytes=SHARD_BYTES)
+            config = dict(load_json_object(partial / "config.json"))
+            config["quantization_config"] = {
+                "quant_method": "fp8",
+                "fmt": "e4m3",
+                "activation_scheme": "dynamic",
+                "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
+                "modules_to_not_convert": sorted(whole),
+            }
+            (partial / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+    except (OSError, SafetensorError) as error:
+        raise ValueError(
+            f"{directory}: the servers' checkpoint cannot be written: {error}"
+        ) from None
 
 
 def _tensors(checkpoint: Path) -> Iterator[tuple[str, torch.Tensor]]:

@@ -203,6 +203,7 @@ DEEPSEEK_V3 = Family(
     },
     lora=True,
     adapters_served=True,
+    fp8_served=True,
     peft_fuses_experts=True,
     tiny={
         "moonlight": TinyModel("DeepseekV3", tiny_moonlight, SIGMOID),

@@ -82,5 +82,6 @@ DEEPSEEK_V32 = replace(
     needs=DEEPSEEK_V3.needs | {"indexer_rope_interleave": (False, False)},
     defaults={"indexer_rope_interleave": False},
     layers="sparse_latent_attention",
+    fp8_served=False,
     tiny={"deepseek_v32": TinyModel("DeepseekV32", _tiny, SIGMOID)},
 )

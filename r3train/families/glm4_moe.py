@@ -85,5 +85,6 @@ GLM4_MOE = Family(
     lora=True,
     adapters_served=True,
     peft_fuses_experts=True,
+    fp8_served=True,
     tiny={"glm4_moe": TinyModel("Glm4Moe", _tiny)},
 )

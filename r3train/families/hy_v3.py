@@ -82,6 +82,7 @@ HY_V3 = Family(
         "head_dim": 128,
         "router_scaling_factor": 2.826,
     },
+    fp8_served=True,
     tiny={
         "hy_v3": TinyModel(
             "HYV3", _tiny, {"first_k_dense_replace": 1, "qk_norm": True, "route_norm": True}

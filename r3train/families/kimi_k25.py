@@ -45,6 +45,7 @@ KIMI_K25 = replace(
     needs=DEEPSEEK_V3.needs | {"tie_word_embeddings": (False, False)},
     conflicts=_conflicts,
     peft_fuses_experts=False,
+    fp8_served=False,
     tiny={
         "kimi_k25": TinyModel(
             "Kimi_K25",

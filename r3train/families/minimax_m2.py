@@ -83,6 +83,7 @@ MINIMAX_M2 = Family(
     layers="whole_width_norm",
     lora=True,
     adapters_served=True,
+    fp8_served=True,
     tiny={
         "minimax_m2": TinyModel(
             "MiniMaxM2",

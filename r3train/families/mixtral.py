@@ -29,5 +29,6 @@ MIXTRAL = Family(
     defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6},
     lora=True,
     adapters_served=True,
+    fp8_served=True,
     tiny={"mixtral": TinyModel("Mixtral", _tiny)},
 )

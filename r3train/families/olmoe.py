@@ -55,5 +55,6 @@ OLMOE = Family(
     layers="whole_width_norm",
     lora=True,
     adapters_served=True,
+    fp8_served=True,
     tiny={"olmoe": TinyModel("Olmoe", _tiny)},
 )

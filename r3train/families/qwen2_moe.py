@@ -59,6 +59,7 @@ QWEN2_MOE = Family(
     defaults={"norm_topk_prob": False},
     lora=True,
     served_sparse=True,
+    fp8_served=True,
     tiny={"qwen2_moe": TinyModel("Qwen2Moe", _tiny)},
 )
 

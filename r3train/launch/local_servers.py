@@ -7,6 +7,8 @@ import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import click
+
 from r3train.config import RunConfig
 from r3train.config.cross_checks import replayed_index_topk
 from r3train.config.hf_facts import HfModelFacts
@@ -31,6 +33,7 @@ def start_servers(job: Job, run_dir: Path, num_ranks: int | None = None) -> list
         return []
     checkpoint = config.served_checkpoint(run_dir)
     if config.serves_fp8:
+        click.echo(f"writing the servers' checkpoint in fp8: {checkpoint} ...", err=True)
         write_fp8_checkpoint(job.hf, checkpoint)
     count = config.rollout.rollout_num_engines
     gpus = server_gpus_here(config, num_ranks)

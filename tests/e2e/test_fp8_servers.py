@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from r3train.cpu.device import prepare_device
 
@@ -23,8 +24,12 @@ DEVICE = prepare_device()
 from r3train.cli import main  # noqa: E402
 from r3train.config import RunConfig  # noqa: E402
 from r3train.config.hf_facts import read_hf_facts  # noqa: E402
-from r3train.families import FP8_SCALE, quantised_tensors  # noqa: E402
+from r3train.engine.control import EngineControl  # noqa: E402
+from r3train.engine.server import SGLangServer  # noqa: E402
+from r3train.families import FAMILIES, FP8_SCALE, quantised_tensors  # noqa: E402
 from r3train.families.tiny_options import TinyOptions  # noqa: E402
+from r3train.fp8_blocks import quantised  # noqa: E402
+from r3train.hf_checkpoint import copy_all_but_weights, write_fp8_checkpoint  # noqa: E402
 from r3train.host_group import join_ranks  # noqa: E402
 from r3train.launch.build_actor import build_actor  # noqa: E402
 from r3train.launch.build_routes import build_routes  # noqa: E402
@@ -208,3 +213,44 @@ def test_a_tensor_that_is_not_what_was_exported_ends_the_run_by_name_within_a_ro
     assert f"{named} are not those of a second export" in str(error.value)
     moved(update)
     update.publish(first + 4)  # the fault was the only one
+
+
+def rounded_to_fp8(checkpoint: Path, directory: Path) -> Path:
+    """A checkpoint near another one whose matrices fp8 expresses exactly: each block's largest number is 448 times 2**n."""
+    directory.mkdir()
+    copy_all_but_weights(checkpoint, directory)
+    tensors = load_file(checkpoint / "model.safetensors")
+    for name in quantised_tensors(read_hf_facts(checkpoint)):
+        _, scales = quantised(tensors[name])
+        scales = torch.exp2(scales.log2().ceil())
+        whole = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
+        whole = whole[: tensors[name].shape[0], : tensors[name].shape[1]]
+        rounded = (tensors[name] / whole).to(torch.float8_e4m3fn).float() * whole
+        rounded[::128, ::128] = 448 * scales
+        tensors[name] = rounded.bfloat16()
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    return directory
+
+
+@pytest.mark.parametrize(
+    "name, family",
+    [
+        pytest.param(name, family, id=name, marks=() if name == "qwen3_moe" else pytest.mark.slow)
+        for family in FAMILIES.values()
+        if family.fp8_served
+        for name in family.tiny
+    ],
+)
+def test_a_server_of_fp8_holds_tensor_by_tensor_what_one_of_bfloat16_holds(name, family, tmp_path):
+    """Of numbers that both express: then scales, parts of joined linears and experts are in their places."""
+    ranks = {"head_dim": 256} if family.layers == "latent_attention" else {}
+    build(tmp_path / "tiny", replace(TINY, family=name, moe_intermediate_size=256, **ranks))
+    exact = rounded_to_fp8(tmp_path / "tiny" / "model", tmp_path / "exact")
+    write_fp8_checkpoint(read_hf_facts(exact), tmp_path / "fp8")
+    held = []
+    for checkpoint in (exact, tmp_path / "fp8"):
+        server = SGLangServer(checkpoint, tmp_path / f"{checkpoint.name}.log", dtype="bfloat16")
+        with server, EngineControl([server.addr], check_alive=server.check_alive) as control:
+            server.wait_ready()
+            held += control.weight_checksums()
+    assert held[0] == held[1]

@@ -77,7 +77,7 @@ def checkpoint(request, tmp_path_factory):
 
 
 # of the matrices of a layer, what the fp8 releases of these families leave as it is, and kv_b_proj
-WHOLE = re.compile(r"embed_tokens|lm_head|mlp\.gate\.weight|kv_b_proj|e_score_correction_bias")
+WHOLE = re.compile(r"embed_tokens|lm_head|\.(shared_expert_)?gate\.weight|kv_b_proj")
 
 
 def test_all_matrices_are_quantised_but_routers_embedding_and_output_layer(checkpoint):
@@ -106,6 +106,13 @@ def test_a_server_starts_from_the_checkpoints_own_numbers(checkpoint, tmp_path):
     assert config == json.loads((checkpoint.path / "config.json").read_text())
     assert told["weight_block_size"] == [128, 128] and told["quant_method"] == "fp8"
     assert (directory / "tokenizer.json").is_file()
+
+
+def test_a_checkpoint_that_cannot_be_written_is_one_line_and_leaves_nothing(checkpoint, tmp_path):
+    (tmp_path / "run").write_text("a file")
+    with pytest.raises(ValueError, match="^[^\\n]*run/served: the servers' checkpoint cannot be"):
+        write_fp8_checkpoint(checkpoint, tmp_path / "run" / "served")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 @pytest.mark.parametrize("fault", ["", "scale left out", "not quantised", "scale of another shape"])

@@ -50,6 +50,6 @@ def test_a_matrix_that_blocks_do_not_divide_is_named_before_a_server_starts(
 
 
 def test_a_family_that_was_not_seen_on_servers_of_fp8_is_refused_by_name(tmp_path):
-    text = r"was not seen to serve mixtral right in fp8 \(it was with .*qwen3_moe.*\)"
+    text = r"was not seen to serve gpt_oss right in fp8 \(it was with .*qwen3_moe.*\)"
     with pytest.raises(ValueError, match=text):
-        check(tmp_path, {}, family="mixtral")
+        check(tmp_path, {}, family="gpt_oss")
