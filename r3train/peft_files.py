@@ -16,11 +16,10 @@ from safetensors import safe_open
 
 from r3train.config.hf_facts import HfModelFacts, load_json_object
 from r3train.config.lora_settings import linear_of, LoraSection
-from r3train.families import FAMILIES, tensor_names
+from r3train.families import FAMILIES, tensor_names, weights_of
 from r3train.hf_checkpoint import (
     check_export,
     read_header,
-    read_headers,
     replaced_directory,
     write_marker,
 )
@@ -62,11 +61,12 @@ def write_adapter(
     """Write an adapter's directory; one that is there is replaced once the new one is whole.
 
     factors: (PATH.lora_A, [rank, in]) and (PATH.lora_B, [out, rank]), PATH a linear's on disk: each of
-    the base's targets once.  packed: for SGLang only, see ``_packed``.
+    the base's targets once.  packed: for SGLang only, see ``_packed``; without it experts of one tensor on disk
+    have no name.
     """
     from safetensors.torch import save_file
 
-    assert _without_name(settings, hf) is None
+    assert packed or _without_name(settings, hf) is None
     expected = _expected(settings, hf)
     with replaced_directory(directory) as partial:
         tensors: dict[str, torch.Tensor] = {}
@@ -220,12 +220,11 @@ def _check_config(file: Path, config: Mapping[str, Any], settings: LoraSection) 
 
 def _expected(settings: LoraSection, hf: HfModelFacts) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the files' tensors."""
-    kinds, rank = read_headers(hf.path), settings.lora_rank
-    expected = {}
-    for name in settings.targets(tensor_names(hf)):
-        path, (rows, columns) = name.rpartition(".")[0], kinds[name].shape
-        expected[f"{_PREFIX}{path}.lora_A{_SUFFIX}"] = (rank, columns)
-        expected[f"{_PREFIX}{path}.lora_B{_SUFFIX}"] = (rows, rank)
+    targets, rank, expected = settings.targets(tensor_names(hf)), settings.lora_rank, {}
+    for name, path, (rows, columns) in weights_of(hf).linears():
+        if name in targets:
+            expected[f"{_PREFIX}{path}.lora_A{_SUFFIX}"] = (rank, columns)
+            expected[f"{_PREFIX}{path}.lora_B{_SUFFIX}"] = (rows, rank)
     return expected
 
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from r3train.config.hf_facts import HfModelFacts
-from r3train.config.lora_settings import LoraSection
+from r3train.config.lora_settings import LoraSection, linear_of
 from r3train.families import tensor_names
 from r3train.engine.backend import EngineError
 from r3train.engine.control import EngineControl
@@ -41,7 +41,7 @@ def adapter_flags(
     return {
         "enable_lora": True,
         "max_lora_rank": settings.lora_rank,
-        "lora_target_modules": sorted({packed_name(name).split(".")[-2] for name in targets}),
+        "lora_target_modules": sorted({packed_name(linear_of(name)) for name in targets}),
         "max_loras_per_batch": max_weight_staleness + 2,
         # an adapter of a shared expert that is fused into the routed ones would be skipped
         "disable_shared_experts_fusion": True,

@@ -79,5 +79,6 @@ ERNIE4_5_MOE = Family(
     },
     serves_tied=True,
     lora=True,
+    peft_fuses_experts=True,
     tiny={"ernie4_5_moe": TinyModel("Ernie4_5_Moe", _tiny)},
 )

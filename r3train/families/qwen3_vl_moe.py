@@ -45,7 +45,6 @@ QWEN3_VL_MOE = replace(
     # transformers normalises without asking
     needs=QWEN3_MOE.needs | {"norm_topk_prob": (True, True), "tie_word_embeddings": (False, False)},
     defaults={"rope_theta": 500000.0},
-    adapters_served=False,
     fp8_served=False,
     tiny={"qwen3_vl_moe": TinyModel("Qwen3VLMoe", _tiny, vision=_vision, experts="turned")},
 )

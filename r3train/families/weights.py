@@ -125,6 +125,11 @@ def shape(weight: Weight, tensor: DiskTensor, sizes: Sizes) -> Shape:
     return (1, *found) if tensor.unsqueezed else found
 
 
+def expert_path(name: str, expert: int) -> str:
+    """Return the path of an expert's linear that is in the tensor ``name`` of all experts."""
+    return name.replace(".experts.", f".experts.{expert}.")
+
+
 @dataclass(frozen=True)
 class Table:
     """All weights of a family.
@@ -205,6 +210,20 @@ class ModelWeights:
             return [name]
         head, tail = name.split("{e}")
         return [f"{head}{e}{tail}" for e in range(self.sizes["experts"])]
+
+    def linears(self) -> Iterator[tuple[str, str, Shape]]:
+        """Yield every linear that an adapter can be put on: its tensor's name, its path, its (rows, columns).
+
+        All experts of a layer may be one tensor: each has its own path.
+        """
+        for weight, prefix in (row for row in self.rows() if row[0].lora):
+            for tensor, (*_, rows, columns) in zip(weight.disk, self.shapes_of(weight)):
+                linear = (columns, rows) if tensor.transposed else (rows, columns)
+                for name in self.names(prefix, tensor):
+                    paths = [name.removesuffix(".weight")]
+                    if tensor.all_experts:
+                        paths = [expert_path(name, e) for e in range(self.sizes["experts"])]
+                    yield from ((name, path, linear) for path in paths)
 
     def shapes(self) -> dict[str, Shape]:
         """Return the shape of every tensor that the actor loads and exports, by its name on disk."""

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from r3train.cli import main
 from r3train.config.hf_facts import read_hf_facts
+from r3train.config.lora_settings import LoraSection
 from r3train.families import (
     FAMILIES,
     TINY_MODELS,
@@ -47,12 +48,12 @@ from tests.hf_reference import HfReference
 pytestmark = pytest.mark.e2e
 
 # the way that weights take to the server, and how the job's two ranks share the model
+TP2 = "--sequence-parallel --tensor-model-parallel-size 2 --expert-model-parallel-size 1".split()
+ADAPTERS = "adapters by broadcast, tp2"
 WAYS = {
-    "broadcast, ep2": (),
-    "disk, tp2": (
-        *"--update-weight-transfer-mode disk --sequence-parallel".split(),
-        *"--tensor-model-parallel-size 2 --expert-model-parallel-size 1".split(),
-    ),
+    "broadcast, ep2": [],
+    "disk, tp2": ["--update-weight-transfer-mode", "disk", *TP2],
+    ADAPTERS: ["--lora-rank", "4", *TP2],
 }
 # it stands for the others where every push is tested; it has latent attention
 FAST_JOB = ("kimi_k2", "broadcast, ep2")
@@ -353,6 +354,9 @@ def test_a_job_of_the_family_is_proved_and_its_server_follows_the_actor(family, 
     within = FAMILIES[read_hf_facts(model).model_type].log_prob_gap
     assert within <= 1e-4 or family == "gpt_oss"
     metrics = job.metrics()
+    names = tensor_names(read_hf_facts(model))
+    sent = [names, LoraSection().targets(names) if way == ADAPTERS else names]
+    assert [m["perf/published_tensors"] for m in metrics] == [len(tensors) for tensors in sent]
     assert metrics[0]["train/log_prob_gap_max"] <= 1e-4
     assert [m["step"] for m in metrics] == [0, 1]
     for m in metrics:
@@ -362,6 +366,5 @@ def test_a_job_of_the_family_is_proved_and_its_server_follows_the_actor(family, 
         # the second step is on weights that came through an update
         assert m["train/log_prob_gap_max"] <= within, m
         assert m["served/gap_max"] <= within and m["train/grad_norm"] > 0
-        assert m["perf/published_tensors"] == len(tensor_names(read_hf_facts(model)))
     checked = CliRunner().invoke(main, ["check-evidence", str(job.run_dir)])
     assert checked.exit_code == 0, checked.output

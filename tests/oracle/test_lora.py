@@ -20,10 +20,9 @@ from safetensors.torch import load_file, save_file
 from r3train.config.hf_facts import read_hf_facts
 from r3train.config.lora_settings import LoraSection
 from r3train.families import DENSE_NAMES, FAMILIES, TINY_NAMES, tensor_names
-from r3train.families.weights import DiskTensor
-from r3train.hf_checkpoint import read_headers
 from r3train.peft_files import write_adapter
 from r3train.ids import token_uids
+from tests.drawn_adapters import as_linears, drawn, in_one_tensor, pairs_of, write_merged
 from tests.hf_reference import HfReference
 from tests.oracle import actors
 from tests.oracle.actors import actor_of, configuration, in_ranks, samples, slices_of
@@ -134,12 +133,6 @@ def beginning(directory: Path, family: str) -> dict[str, Any]:
     return dict(lora_adapter_path=directory / f"{family} adapter")
 
 
-def in_one_tensor(family: str) -> DiskTensor | None:
-    """The first tensor on disk that holds all experts of a layer, of a family that has such."""
-    rows = family_of(family).weights.layer_weights
-    return next((t for row in rows for t in row.disk if t.all_experts), None)
-
-
 @contextmanager
 def drawn_ones(directory: Path, family: str) -> Iterator[None]:
     """Begin with the drawn adapters also where no PEFT directory can hold them."""
@@ -230,47 +223,6 @@ def by_uid(slices: list, log_probs: dict[int, torch.Tensor]) -> dict[int, float]
     return out
 
 
-def drawn(base: Path, section: LoraSection) -> dict[str, torch.Tensor]:
-    """Factors of rank 4 for every target of a checkpoint, none of them zero."""
-    hf, kinds, factors = read_hf_facts(base), read_headers(base), {}
-    for i, name in enumerate(sorted(section.targets(tensor_names(hf)))):
-        generator = torch.Generator().manual_seed(i)
-        for path, (rows, columns) in linears_of(name, kinds[name].shape, hf.model_type):
-            factors[f"{path}.lora_A"] = 0.2 * torch.randn(4, columns, generator=generator)
-            factors[f"{path}.lora_B"] = 0.2 * torch.randn(rows, 4, generator=generator)
-    return factors
-
-
-def linears_of(name: str, shape: Sequence[int], family: str) -> list[tuple[str, Sequence[int]]]:
-    """The linears of a tensor on disk with their shapes: one, or all experts of a layer."""
-    *experts, rows, columns = shape
-    if not experts:
-        return [(name.removesuffix(".weight"), shape)]
-    paths = [name.replace(".experts.", f".experts.{e}.") for e in range(experts[0])]
-    expert = (columns, rows) if in_one_tensor(family).transposed else (rows, columns)
-    return [(path, expert) for path in paths]
-
-
-def as_linears(name: str, tensor: torch.Tensor, family: str) -> list[torch.Tensor]:
-    """The matrices of ``linears_of``: on disk gate and up may alternate, in an adapter's B up is below gate."""
-    if tensor.dim() == 2:
-        return [tensor]
-    experts = in_one_tensor(family)
-    rows = [expert.T if experts.transposed else expert for expert in tensor]
-    alternate = experts.groups is not None and "gate_up" in name
-    return [torch.cat([r[0::2], r[1::2]]) for r in rows] if alternate else rows
-
-
-def as_on_disk(name: str, linears: list[torch.Tensor], family: str) -> torch.Tensor:
-    """Undo ``as_linears``."""
-    if name.endswith(".weight"):
-        return linears[0]
-    experts = in_one_tensor(family)
-    if experts.groups is not None and "gate_up" in name:
-        linears = [torch.stack(w.chunk(2), 1).flatten(0, 1) for w in linears]
-    return torch.stack([w.T if experts.transposed else w for w in linears]).contiguous()
-
-
 class Expected:
     """transformers with the adapters merged: log-probs by row, gradients of every factor."""
 
@@ -286,16 +238,9 @@ class Expected:
             write_adapter(self.factors.items(), place, section, hf)
         else:
             save_file(self.factors, directory / f"{family} factors")
-        self.merged = load_file(base / "model.safetensors")
-        for name in self.targets:
-            whole = self.merged[name].double()
-            deltas = [SCALE * b @ a for _, a, b in self._pairs(name, whole.shape)]
-            self.merged[name] = (whole + as_on_disk(name, deltas, family)).float()
         whole = directory / f"{family} merged"
-        whole.mkdir()
-        (whole / "config.json").write_text((base / "config.json").read_text())
-        save_file(self.merged, whole / "model.safetensors", {"format": "pt"})
-        self.merged = {name: tensor for name, tensor in self.merged.items() if name in trained}
+        merged = write_merged(base, self.factors, section, whole)
+        self.merged = {name: tensor for name, tensor in merged.items() if name in trained}
         self.reference, _ = self._log_probs(HfReference(base))
         model = HfReference(whole)
         self.by_uid, loss = self._log_probs(model)
@@ -304,7 +249,7 @@ class Expected:
         self.gradients = {}
         for name in self.targets:
             whole = weight_gradients[name].double()
-            pairs = self._pairs(name, whole.shape)
+            pairs = pairs_of(self.factors, name, whole.shape, family)
             for (path, a, b), gradient in zip(pairs, as_linears(name, whole, family)):
                 self.gradients[f"{path}.lora_A"] = SCALE * b.T @ gradient
                 self.gradients[f"{path}.lora_B"] = SCALE * gradient @ a.T
@@ -322,16 +267,6 @@ class Expected:
             mask = torch.from_numpy(s.sample.loss_mask[1:])
             losses.append((torch.from_numpy(s.advantages[1:])[mask] * log_probs[mask]).sum())
         return found, -sum(losses) / sum(response for _, response in LENGTHS)
-
-    def _pairs(
-        self, name: str, shape: Sequence[int]
-    ) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
-        """Each linear of a tensor on disk: its path, A and B."""
-        found = []
-        for path, _ in linears_of(name, shape, self.family):
-            a, b = (self.factors[f"{path}.lora_{x}"].double() for x in "AB")
-            found.append((path, a, b))
-        return found
 
     def norm(self) -> float:
         return float(torch.stack([g.norm() for g in self.gradients.values()]).norm())

@@ -13,6 +13,7 @@ from r3train.config.hf_facts import read_hf_facts
 from r3train.config.lora_settings import LoraSection
 from r3train.peft_files import not_in_peft, write_adapter
 from r3train.cpu.torchvision_stub import declare_torchvision_ops
+from tests.drawn_adapters import drawn, in_one_tensor
 from tests.hf_reference import HfReference
 from tests.oracle.actors import (
     actor_log_probs,
@@ -23,7 +24,7 @@ from tests.oracle.actors import (
     slices_of,
 )
 from tests.oracle.test_families import make, text
-from tests.oracle.test_lora import SPARSE, drawn, in_one_tensor
+from tests.oracle.test_lora import SPARSE
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
 

@@ -25,6 +25,7 @@ from r3train.peft_files import (
 from r3train.verify.tiny import build
 from r3train.families.tiny_options import TinyOptions
 from r3train.verify.model_zoo import VARIANTS, write_checkpoint
+from tests.drawn_adapters import drawn
 
 LORA = dict(lora_rank=4, lora_alpha=8.0, target_modules=["gate_proj", "up_proj", "down_proj"])
 EXPERT = "base_model.model.model.layers.1.mlp.experts.3.up_proj.lora_B.weight"
@@ -75,6 +76,22 @@ def test_the_packed_form_stacks_a_layers_experts_in_their_order(base, settings, 
     assert apart and all(torch.equal(packed[name], whole[name]) for name in apart)
     assert packed_name("a.block_sparse_moe.experts.11.w3.lora_A") == (
         "a.block_sparse_moe.experts.up_proj.lora_A"
+    )
+
+
+def test_the_packed_form_has_the_experts_of_a_tensor_that_holds_them_all(tmp_path):
+    build(tmp_path, TinyOptions(family="qwen3_vl_moe", num_layers=1))
+    model, settings = tmp_path / "model", LoraSection(lora_rank=4)
+    factors = drawn(model, settings)
+    write_adapter(factors.items(), tmp_path / "packed", settings, read_hf_facts(model), packed=True)
+    packed = load_file(tmp_path / "packed" / TENSORS)
+    path = "model.language_model.layers.0.mlp.experts"
+    for linear in ("gate_up_proj.lora_A", "gate_up_proj.lora_B", "down_proj.lora_A"):
+        whole = packed[f"base_model.model.{path}.{linear}.weight"]
+        for e, expert in enumerate(whole):
+            assert torch.equal(expert, factors[f"{path}.{e}.{linear}"])
+    assert (
+        "gate_up_proj" in json.loads((tmp_path / "packed" / CONFIG).read_text())["target_modules"]
     )
 
 

@@ -51,7 +51,7 @@ from megatron.core.tensor_parallel.mappings import (
 
 from r3train.config import RunConfig
 from r3train.config.lora_settings import LoraSection
-from r3train.families.weights import ModelWeights
+from r3train.families.weights import ModelWeights, expert_path
 from r3train.peft_files import AdapterFile
 from r3train.trainer.megatron.export import gather, is_leader, to_rank_0
 from r3train.trainer.megatron.freezing import let_gradients_pass
@@ -274,10 +274,9 @@ def install(config: RunConfig, weights: ModelWeights, chunks: Sequence[torch.nn.
 
 def _paths(hf: HfTensors) -> list[str]:
     """The linears' paths on disk; of experts that are one tensor there, each has its number put in."""
-    paths = [name.removesuffix(".weight") for name in hf.names]
-    if not hf.layout.all_experts:
-        return paths
-    return [path.replace(".experts.", f".experts.{hf.expert}.") for path in paths]
+    if hf.layout.all_experts:
+        return [expert_path(name, hf.expert) for name in hf.names]
+    return [name.removesuffix(".weight") for name in hf.names]
 
 
 def _adapter(linear: Any, weight: torch.nn.Parameter, hf: HfTensors, settings: LoraSection) -> Lora:

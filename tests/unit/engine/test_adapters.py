@@ -21,7 +21,9 @@ from r3train.engine.supervisor import EngineSupervisor, ResubmittingBackend
 from r3train.hf_checkpoint import read_headers
 from r3train.peft_files import TENSORS
 from r3train.types import RouteShape
+from r3train.families.tiny_options import TinyOptions
 from r3train.verify.model_zoo import VARIANTS, write_checkpoint
+from r3train.verify.tiny import build
 
 LORA = LoraSection(lora_rank=4)
 REQUEST = Request(0, 0, "p", np.array([5, 6, 7], np.int32), 4, SAMPLING, weight_version=3)
@@ -201,6 +203,13 @@ def test_a_server_is_told_rank_targets_and_slots_for_every_version_in_use(glm):
     assert flags["enable_lora"] is True and flags["max_lora_rank"] == 4
     assert flags["max_loras_per_batch"] == 5
     linears = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+    assert flags["lora_target_modules"] == linears
+
+
+def test_a_server_is_told_of_experts_in_one_tensor_by_that_tensors_name(tmp_path):
+    build(tmp_path, TinyOptions(family="qwen3_vl_moe"))
+    flags = adapter_flags(LORA, read_hf_facts(tmp_path / "model"), max_weight_staleness=0)
+    linears = ["down_proj", "gate_up_proj", "k_proj", "o_proj", "q_proj", "v_proj"]
     assert flags["lora_target_modules"] == linears
 
 
