@@ -35,13 +35,6 @@ _STYLE = {OK: "green", FACT: "cyan", WARNING: "yellow", PROBLEM: "red"}
     help="Ranks on this node.  [default: $LOCAL_WORLD_SIZE, or all that its GPUs take]",
 )
 @click.option(
-    "--port",
-    "ports",
-    type=click.IntRange(1, 65535),
-    multiple=True,
-    help="A port the run will listen on.",
-)
-@click.option(
     "--gpu",
     type=click.Choice(list(CARDS)),
     help="The servers' GPU.  [default: the one that is here]",
@@ -51,7 +44,6 @@ _STYLE = {OK: "green", FACT: "cyan", WARNING: "yellow", PROBLEM: "red"}
 def doctor(
     world_size: int | None,
     nproc_per_node: int | None,
-    ports: tuple[int, ...],
     gpu: str | None,
     as_json: bool,
     flags: tuple[str, ...],
@@ -72,7 +64,7 @@ def doctor(
             f"(WORLD_SIZE) {world_size}, the ranks in all"
         )
     findings: list[Finding] = []
-    for finding in diagnose(config, world_size, ports, nproc_per_node=nproc_per_node, gpu=gpu):
+    for finding in diagnose(config, world_size, nproc_per_node=nproc_per_node, gpu=gpu):
         findings.append(finding)
         if not as_json:
             _show(finding)
@@ -96,7 +88,6 @@ def _show(finding: Finding) -> None:
 def diagnose(
     config: RunConfig | None,
     world_size: int,
-    ports: tuple[int, ...] = (),
     *,
     nproc_per_node: int | None = None,
     gpu: str | None = None,
@@ -122,8 +113,6 @@ def diagnose(
     nodes = -(-world_size // num_ranks)
     yield from kernels.check_warm_up(num_gpus, nodes, machine.installed_version, os.environ)
     yield from machine.check_shared_memory(num_ranks)
-    for port in ports:
-        yield from machine.check_port("port", "127.0.0.1", port)
     rendezvous = os.environ.get("MASTER_PORT")
     if rendezvous and os.environ.get("RANK") is None:
         yield from machine.check_port("MASTER_PORT", "127.0.0.1", rendezvous)

@@ -202,7 +202,8 @@ RULES = (
     Rule(r"r3train train .*--run-dir ", Kind.JOB),
     Rule(r"(\w+=\S* )*(r3train train |torchrun .*train_async\.py )", Kind.DRY),
     Rule(
-        r"r3train (make-tiny-model|explain|docs|doctor|estimate|check-evidence|report) ", Kind.RUN
+        r"(MASTER_PORT=\d+ )?r3train (make-tiny-model|explain|docs|doctor|estimate|check-evidence|report) ",
+        Kind.RUN,
     ),
 )
 
