@@ -3,6 +3,10 @@
 Both transports take an iterator of (HF name, full tensor) on one rank.  At the end every server
 holds those weights under a new version label.  With pipeline stages each stage's first rank broadcasts
 its weights, by a publisher of its own (``loop.stage_weight_sync``).
+
+Example: tensors of 3, 1, 6 and 2 MB in buckets of 4 MB go out as [3, 1], [6] and [2].  Of each bucket the servers get the
+names, dtypes and shapes by HTTP and the bytes by broadcast, in this order; the last one brings the version, with which
+they drop their caches.  A server that failed before it holds a mixture, under its old version.
 """
 
 from __future__ import annotations

@@ -9,6 +9,23 @@ a row that other weights recomputed.  A row that never came stays marked as miss
 While a sample grows, its rows are the parts in ``decoded``, end to end from row 0, and ``routed_experts`` is
 empty: it says that rows are recorded, and of which kind.  ``finished`` joins them, once: a join at every
 answer would copy all rows of a long conversation again and again.
+
+A prompt of two tokens, of one layer and one expert a token.  The first answer is aborted by an update after token 7;
+the second goes on under version 1.  Of five tokens four have rows, and the row of token 7 came with the second:
+
+>>> def answer(tokens, version, rows, rows_start, reason):
+...     count, rows = len(tokens), np.array(rows, np.uint8).reshape(-1, 1, 1)
+...     versions, log_probs = np.full(count, version, np.int32), np.full(count, -0.5, np.float32)
+...     return Segment(np.array(tokens, np.int32), log_probs, versions, rows, rows_start, reason)
+>>> prompt = Prompt("data:1", 0, "two tokens", np.array([5, 6], np.int32), label=None)
+>>> sample = extend(begin(prompt, sample_id=0, group_id=0), answer([7], 0, [15, 16], 0, "abort"))
+>>> rows_known(sample)
+2
+>>> sample = finished(extend(sample, answer([8, 9], 1, [17, 18], 2, "stop")))
+>>> sample.token_ids.tolist(), sample.routed_experts.ravel().tolist()
+([5, 6, 7, 8, 9], [15, 16, 17, 18])
+>>> sample.loss_mask.astype(int).tolist(), sample.weight_versions.tolist()
+([0, 0, 1, 1, 1], [-1, -1, 0, 1, 1])
 """
 
 from __future__ import annotations
@@ -97,82 +114,40 @@ def extend(sample: RolloutSample, segment: Segment) -> RolloutSample:
     Raises ValueError naming the sample if only one of the two has routes, if the rows leave a gap,
     and if they do not end just before the last token.
     """
-    known, counts, ids = sample.routed_experts, sample.mask_counts, sample.mask_ids
-    chosen = sample.indexer_topk
-    if not sample.loss_mask.any():  # the first answer shows what answers bring
-        if known is None and segment.rows is not None:
-            known = segment.rows[:0]
-        if counts is None and segment.mask_counts is not None:  # the prompt has none
-            counts, ids = np.zeros(sample.num_tokens, np.int32), segment.mask_ids[:0]
-        if chosen is None and segment.indexer_topk is not None:
-            chosen = segment.indexer_topk[:0]
-    classes = sample.row_classes
-    if classes is None and known is not None:
-        classes = np.full(sample.num_tokens, RowClass.FILLED, dtype=np.uint8)
+    sample = _with_streams_of(segment, sample)
     if len(segment.token_ids) == 0:
-        return replace(
-            sample,
-            routed_experts=known,
-            row_classes=classes,
-            finish_reason=segment.finish_reason,
-            mask_counts=counts,
-            mask_ids=ids,
-            indexer_topk=chosen,
-        )
+        return replace(sample, finish_reason=segment.finish_reason)
     for name, sample_stream, segment_stream in (
-        ("routes", known, segment.rows),
-        ("sampling masks", counts, segment.mask_counts),
-        ("choices of its indexer", chosen, segment.indexer_topk),
+        ("routes", sample.routed_experts, segment.rows),
+        ("sampling masks", sample.mask_counts, segment.mask_counts),
+        ("choices of its indexer", sample.indexer_topk, segment.indexer_topk),
     ):
         if (sample_stream is None) != (segment_stream is None):
             raise ValueError(
                 f"sample {sample.sample_id}: of the sample and its next answer only one has {name}"
             )
-    generated = np.ones(len(segment.token_ids), dtype=bool)
-    decoded, num_rows = sample.decoded, sample.num_tokens + len(generated) - 1
-    if known is not None:
-        have, start, end = (
-            rows_known(sample),
-            segment.rows_start,
-            segment.rows_start + len(segment.rows),
-        )
-        if start < 0 or start > have or end != num_rows:
-            raise ValueError(
-                f"sample {sample.sample_id}: an answer brings rows {start}..{end - 1}, expected all"
-                f" after the {have} known ones to {num_rows - 1}"
-            )
-        if known.shape[1:] != segment.rows.shape[1:] or known.dtype != segment.rows.dtype:
-            raise ValueError(
-                f"sample {sample.sample_id}: rows {list(segment.rows.shape[1:])} {segment.rows.dtype}"
-                f" after rows {list(known.shape[1:])} {known.dtype}"
-            )
+    decoded, classes = sample.decoded, sample.row_classes
+    decoded_indexer, decoded_masks = sample.decoded_indexer, sample.decoded_masks
+    have, counts, ids = rows_known(sample), sample.mask_counts, sample.mask_ids
+    if sample.routed_experts is not None:
+        _require_rows_after(have, sample, segment)
         # rows that were known already stay as they came the first time
-        decoded = (*decoded, (have, segment.rows[have - start :]))
-        classes = _with_filled(classes, len(generated))
-        oldest = oldest_version(sample)
-        classes[have:end] = classes_of_answer(
-            range(have, end),
-            num_input=sample.num_tokens,
-            cached=segment.cached_tokens,
-            again=oldest is not None and oldest < segment.weight_versions[0],
-            retracted=segment.num_retractions > 0,
-        )
-    decoded_indexer = sample.decoded_indexer
-    if chosen is not None:
+        decoded = (*decoded, (have, segment.rows[have - segment.rows_start :]))
+        classes = _classes_with(segment, have, sample)
+    if sample.indexer_topk is not None:
         # as with routes: what was known stays, and the answer has all rows after it
         at = max(segment.indexer_start, have)
         decoded_indexer += ((at, segment.indexer_topk[at - segment.indexer_start :]),)
-    decoded_masks = sample.decoded_masks
     if counts is not None:
         decoded_masks += ((sample.num_tokens, segment.mask_counts, segment.mask_ids),)
         counts = np.concatenate([counts, segment.mask_counts])
         ids = np.concatenate([ids, segment.mask_ids])
+    generated = np.ones(len(segment.token_ids), dtype=bool)
     return replace(
         sample,
         token_ids=np.concatenate([sample.token_ids, segment.token_ids]).astype(np.int32),
         loss_mask=np.concatenate([sample.loss_mask, generated]),
         rollout_log_probs=np.concatenate([sample.rollout_log_probs, segment.log_probs]),
-        routed_experts=known,
         weight_versions=np.concatenate([sample.weight_versions, segment.weight_versions]),
         finish_reason=segment.finish_reason,
         num_retractions=sample.num_retractions + segment.num_retractions,
@@ -181,9 +156,61 @@ def extend(sample: RolloutSample, segment: Segment) -> RolloutSample:
         mask_counts=counts,
         mask_ids=ids,
         decoded_masks=decoded_masks,
-        indexer_topk=chosen,
         decoded_indexer=decoded_indexer,
     )
+
+
+def _with_streams_of(segment: Segment, sample: RolloutSample) -> RolloutSample:
+    """Begin the streams of a sample that its first answer shows; a later answer begins none."""
+    known, counts, ids = sample.routed_experts, sample.mask_counts, sample.mask_ids
+    chosen, classes = sample.indexer_topk, sample.row_classes
+    if not sample.loss_mask.any():
+        if known is None and segment.rows is not None:
+            known = segment.rows[:0]
+        if counts is None and segment.mask_counts is not None:  # the prompt has none
+            counts, ids = np.zeros(sample.num_tokens, np.int32), segment.mask_ids[:0]
+        if chosen is None and segment.indexer_topk is not None:
+            chosen = segment.indexer_topk[:0]
+    if classes is None and known is not None:
+        classes = np.full(sample.num_tokens, RowClass.FILLED, dtype=np.uint8)
+    return replace(
+        sample,
+        routed_experts=known,
+        row_classes=classes,
+        mask_counts=counts,
+        mask_ids=ids,
+        indexer_topk=chosen,
+    )
+
+
+def _require_rows_after(have: int, sample: RolloutSample, segment: Segment) -> None:
+    """Raise ValueError unless an answer's rows are of the sample's kind, and all of those after the known ones."""
+    known, start = sample.routed_experts, segment.rows_start
+    end, num_rows = start + len(segment.rows), sample.num_tokens + len(segment.token_ids) - 1
+    if start < 0 or start > have or end != num_rows:
+        raise ValueError(
+            f"sample {sample.sample_id}: an answer brings rows {start}..{end - 1}, expected all"
+            f" after the {have} known ones to {num_rows - 1}"
+        )
+    if known.shape[1:] != segment.rows.shape[1:] or known.dtype != segment.rows.dtype:
+        raise ValueError(
+            f"sample {sample.sample_id}: rows {list(segment.rows.shape[1:])} {segment.rows.dtype}"
+            f" after rows {list(known.shape[1:])} {known.dtype}"
+        )
+
+
+def _classes_with(segment: Segment, have: int, sample: RolloutSample) -> np.ndarray:
+    """The classes of a sample's rows with those that an answer brings after the first ``have``."""
+    classes = _with_filled(sample.row_classes, len(segment.token_ids))
+    oldest, end = oldest_version(sample), segment.rows_start + len(segment.rows)
+    classes[have:end] = classes_of_answer(
+        range(have, end),
+        num_input=sample.num_tokens,
+        cached=segment.cached_tokens,
+        again=oldest is not None and oldest < segment.weight_versions[0],
+        retracted=segment.num_retractions > 0,
+    )
+    return classes
 
 
 def observe(sample: RolloutSample, token_ids: Sequence[int]) -> RolloutSample:

@@ -1,4 +1,26 @@
-"""Build microbatches (flat streams) from train samples, and cut one rank's slice of them."""
+"""Build microbatches (flat streams) from train samples, and cut one rank's slice of them.
+
+Entry t of a stream belongs to the forward whose input is token t, so label, mask, log-prob and advantage of token t + 1
+stand at t.  Two samples, of tokens 5 6 | 7 8 and 3 | 4 (prompt | answer), are one pack.  A sample's last row predicts
+nothing and has no route: 255 marks it.
+
+>>> from r3train.types import Prompt
+>>> def train_sample(number, tokens, prompt_len, routes):
+...     sampled = np.arange(len(tokens)) >= prompt_len
+...     prompt = Prompt(f"data:{number}", number, "", np.array(tokens[:prompt_len], np.int32), label=None)
+...     sample = RolloutSample(
+...         sample_id=number, group_id=number, prompt=prompt, token_ids=np.array(tokens, np.int32),
+...         prompt_len=prompt_len, loss_mask=sampled, rollout_log_probs=np.where(sampled, -0.5, 0).astype(np.float32),
+...         routed_experts=np.array(routes, np.uint8).reshape(-1, 1, 1), weight_versions=np.where(sampled, 0, -1),
+...         finish_reason="stop", row_classes=np.zeros(len(tokens), np.uint8))
+...     return TrainSample(sample, 1.0, sampled.astype(np.float32))
+>>> samples = [train_sample(0, [5, 6, 7, 8], 2, [15, 16, 17]), train_sample(1, [3, 4], 1, [13])]
+>>> pack = build_microbatch(0, samples, cp_size=1, tp_size=1, route_shape=RouteShape(1, 1, 32))
+>>> pack.tokens.tolist(), pack.labels.tolist(), pack.positions.tolist()
+([5, 6, 7, 8, 3, 4], [6, 7, 8, 0, 4, 0], [0, 1, 2, 3, 0, 1])
+>>> pack.loss_mask.astype(int).tolist(), np.concatenate(pack.routes).ravel().tolist()
+([0, 1, 1, 0, 1, 0], [15, 16, 17, 255, 13, 255])
+"""
 
 from __future__ import annotations
 

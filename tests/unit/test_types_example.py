@@ -1,10 +1,14 @@
-"""The worked examples at the head of types.py and ids.py."""
+"""The worked examples at the head of files, which are true."""
 
 from __future__ import annotations
 
 import doctest
 
+import pytest
+
 from r3train import ids, types
+from r3train.generation import stitch
+from r3train.layout import microbatch
 
 
 def test_the_worked_example_of_the_records_is_true():
@@ -16,6 +20,12 @@ def test_the_worked_example_of_the_records_is_true():
 def test_the_examples_of_the_number_spaces_are_true():
     outcome = doctest.testmod(ids)
     assert (outcome.attempted, outcome.failed) == (2, 0)
+
+
+@pytest.mark.parametrize("module", [stitch, microbatch])
+def test_the_example_of_a_hard_function_is_true(module):
+    outcome = doctest.testmod(module)
+    assert outcome.attempted > 4 and outcome.failed == 0
 
 
 def test_no_sample_of_one_kind_has_the_id_of_another():

@@ -12,6 +12,11 @@ puts one ``RouterReplay`` on every router of every model chunk, keyed by ``route
 
 ``install`` is called once.  A step then calls ``begin_pass``, forward and backward, ``end_pass`` for
 each pass, and ``collect`` once.  After an exception, ``reset`` drops everything.
+
+Example: a router of four experts, two a token, and three rows, routes [[2, 0], [1, 255], [3, 1]], scores
+[[.1, .2, .3, .4], [.4, .3, .2, .1], [.1, .2, .3, .4]].  Row 0 goes to experts 2 and 0 with the scores .3 and .1, though it
+would choose 3 and 2 now.  Row 1 lacks a slot, which takes the best expert that the row has not: experts 1 and 0, scores
+.3 and .4; its evidence counts expert 1 alone as replayed.  Gradients reach the scores that were taken.
 """
 
 from __future__ import annotations

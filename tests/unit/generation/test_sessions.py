@@ -527,26 +527,26 @@ def test_any_tree_of_requests_is_trained_once_on_the_rows_of_one_prefill(actions
     assert json.dumps([list(entry) for s in samples for entry in s.token_ledger or ()])
 
 
-async def test_a_text_of_20_mb_is_refused_within_a_second_and_holds_nobody_up():
+async def test_a_text_of_20_mb_costs_a_second_of_cpu_and_holds_nobody_up():
     play = Play()
     text, held, done = "the lawn is green. " * (1 << 20), [0.0], asyncio.Event()
 
     async def beats():
         while not done.is_set():
-            began = time.monotonic()
+            began = time.thread_time()  # what the loop computes, whoever else has the core
             await asyncio.sleep(0)
-            held.append(time.monotonic() - began)
+            held.append(time.thread_time() - began)
 
     beating = asyncio.create_task(beats())
     for messages in ([user(text)], [user("a"), user(text)]):
-        began = time.monotonic()
+        began = time.process_time()
         with pytest.raises(ChatRefused, match="more than 5000 tokens") as refused:
             await play.ask(messages)
         assert refused.value.code == "context_length_exceeded"
-        assert time.monotonic() - began < 1.0
+        assert time.process_time() - began < 1.0
     done.set()
     await beating
-    assert max(held) < 0.2, "on a busy machine"
+    assert max(held) < 0.2
     assert play.engine.asked == [] and not play.session.chains
 
 
