@@ -247,6 +247,7 @@ class Producer:
     async def _open(self) -> None:
         """Score again what must be, make the backend, measure rounding, and then let generation begin."""
         backend, shared = None, self._shared
+        shared.watch_loop(self._loop.time())
         try:
             await self._scheduler.score_again()
             backend = self.make_backend()
@@ -286,6 +287,7 @@ class Producer:
         if not self._buffer.ready():
             return None
         self._last_taken = self._scheduler.take()
+        self._shared.counts.batch_taken()
         return [group.scored() for group in self._last_taken]
 
     async def _begin_evaluation(self, sets: Sequence[EvalSet]) -> None:

@@ -16,6 +16,9 @@ from r3train.config.rollout_settings import RolloutSection
 from r3train.engine.backend import Drafts, RolloutBackend
 
 
+_LOOK_S = 0.01
+
+
 @dataclass
 class Counts:
     """Counters of one producer."""
@@ -31,9 +34,13 @@ class Counts:
     waiting_s: float = 0.0  # time that the training thread waited for batches
     in_flight: int = 0  # slots taken, each by one rollout's call
     idle_s: float = 0.0  # time with nothing in flight
+    longest_hold_s: float = (
+        0.0  # of the event loop by one piece of work, between the last two batches
+    )
 
     def __post_init__(self) -> None:
         self._began = self._changed = time.monotonic()
+        self._hold_s = 0.0  # the longest since the last batch
 
     def change_in_flight(self, change: int) -> None:
         """Note that a rollout takes a slot (1), or gives it back (-1)."""
@@ -42,6 +49,14 @@ class Counts:
             self.idle_s += now - self._changed
         self.in_flight += change
         self._changed = now
+
+    def note_hold(self, seconds: float) -> None:
+        """Note that the event loop came to a timer so late."""
+        self._hold_s = max(self._hold_s, seconds)
+
+    def batch_taken(self) -> None:
+        """Begin to look for the longest hold until the next batch."""
+        self.longest_hold_s, self._hold_s = self._hold_s, 0.0
 
     def add(self, drafts: Drafts) -> None:
         """Count what came of an answer's drafts."""
@@ -86,6 +101,13 @@ class Shared:
             self.failure = self.failure or error
         changed, self._changed = self._changed, self.loop.create_future()
         changed.set_result(None)
+
+    def watch_loop(self, due_s: float) -> None:
+        """Note how late the loop comes to this, which was due at ``due_s`` of its clock; again until the end."""
+        now_s = self.loop.time()
+        self.counts.note_hold(now_s - due_s)
+        if not self.closing:
+            self.loop.call_at(now_s + _LOOK_S, self.watch_loop, now_s + _LOOK_S)
 
     async def until(self, done: Callable[[], bool], *, though_failed: bool = False) -> None:
         """Wait for a condition; raise the producer's failure unless ``though_failed``."""

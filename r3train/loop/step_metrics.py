@@ -198,6 +198,7 @@ def source_metrics(now: Mapping[str, Any], before: Mapping[str, Any]) -> dict[st
         "perf/rollout_s": since("wall_s") - since("idle_s"),
         "perf/train_wait_share": since("waiting_s") / wall_s,
         "perf/rollout_idle_share": since("idle_s") / wall_s,
+        "perf/rollout_loop_held_s": now["longest_hold_s"],
         "rollout/buffered_groups": now["buffered_groups"],
         "rollout/resumed": since("resumed_rollouts"),
         "rollout/computed_again": since("recheck_tokens"),

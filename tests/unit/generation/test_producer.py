@@ -117,6 +117,23 @@ def test_nothing_runs_while_quiesced_and_it_resumes_afterwards():
     assert len(backend.asked) == 36
 
 
+def test_what_holds_the_loop_is_in_the_counts_of_the_batch_that_it_held_up():
+    class Holds(FakeBackend):
+        async def generate(self, request):
+            if request.sample_id == 0:
+                time.sleep(0.5)  # as reading a large answer in the loop would
+            return await super().generate(request)
+
+    with producer_of(Holds(), max_weight_staleness=0) as producer:
+        holds = []
+        for step in range(2):
+            producer.next_batch(step)
+            holds.append(producer.stats()["longest_hold_s"])
+            with producer.quiesced():
+                producer.set_version(step + 1)
+    assert 0.4 < holds[0] != holds[1]
+
+
 def test_a_run_resumes_at_its_step_with_its_group_numbers():
     backend = FakeBackend()
     with producer_of(backend, {"start_rollout": 4}, max_weight_staleness=0) as producer:
