@@ -35,6 +35,8 @@ def servers_of_rank_0(
         replay=SimpleNamespace(use_rollout_routing_replay=False),
         has_engines=True,
         serves_adapters=False,
+        serves_fp8=False,
+        served_checkpoint=lambda run_dir: directory,
         trainer=SimpleNamespace(update_weight_transfer_mode=mode),
         rollout=rollout,
     )
