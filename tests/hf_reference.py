@@ -49,25 +49,37 @@ class HfReference:
             if type(module).__name__.endswith("Indexer"):
                 layer = int(re.search(r"layers\.(\d+)\.", name)[1])
                 module.forward = self._with_tokens(layer, module.forward)
+            if getattr(module, "skip_topk", False):  # it attends to what the layer before chose
+                layer = int(re.search(r"layers\.(\d+)\.", name)[1])
+                module.forward = self._with_shared_tokens(layer, module.forward)
 
     def _with_tokens(self, layer: int, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Return an indexer's forward whose choice, int32[1, T, K], is the given one."""
+        return lambda *args, **kwargs: self._tokens_of(layer, forward(*args, **kwargs))
 
-        def choose(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            own = self.own_tokens[layer] = forward(hidden, *args, **kwargs)[0]
-            if self._tokens is None:
-                return own[None]
-            rows = []
-            for position in range(hidden.shape[1]):
-                row = list(range(position + 1))
-                if self._hf.index_topk <= position < hidden.shape[1] - 1:
-                    bits = self._tokens[position - self._hf.index_topk, layer]
-                    row = np.flatnonzero(np.unpackbits(bits.view("u1"), bitorder="little")).tolist()
-                # of a short row the first once more: a place in the mask has one value; the last row is nobody's
-                rows.append((row + row[:1] * own.shape[1])[: own.shape[1]])
-            return torch.tensor([rows], dtype=torch.int32)
+    def _with_shared_tokens(self, layer: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the forward of attention without an indexer, to the tokens that are given to its layer."""
 
-        return choose
+        def attend(*args: Any, prev_topk_indices: torch.Tensor, **kwargs: Any) -> Any:
+            tokens = self._tokens_of(layer, prev_topk_indices)
+            return forward(*args, prev_topk_indices=tokens, **kwargs)
+
+        return attend
+
+    def _tokens_of(self, layer: int, own: torch.Tensor) -> torch.Tensor:
+        """Return the given choice of a layer, int32[1, T, K], or its own where none is given."""
+        self.own_tokens[layer] = own[0]
+        if self._tokens is None:
+            return own
+        rows, length, topk = [], *own.shape[1:]
+        for position in range(length):
+            row = list(range(position + 1))
+            if self._hf.index_topk <= position < length - 1:
+                bits = self._tokens[position - self._hf.index_topk, layer]
+                row = np.flatnonzero(np.unpackbits(bits.view("u1"), bitorder="little")).tolist()
+            # of a short row the first once more: a place in the mask has one value; the last row is nobody's
+            rows.append((row + row[:1] * topk)[:topk])
+        return torch.tensor([rows], dtype=torch.int32)
 
     def _forced(self, layer: int, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Return a router's forward whose last choice, of experts, is the given one: gates are transformers' own."""

@@ -6,9 +6,16 @@ from collections.abc import Iterator, Mapping
 
 from r3train.config.hf_facts import HfModelFacts, load_model_config
 from r3train.config.parallel_settings import ParallelSection
+from r3train.config.pipeline_layout import layers_by_stage
 from r3train.config.sources import raise_all
 from r3train.families import FAMILIES
-from r3train.families.family import keys_of, model_arguments, model_weights, transformer_fields
+from r3train.families.family import (
+    Family,
+    keys_of,
+    model_arguments,
+    model_weights,
+    transformer_fields,
+)
 from r3train.families.transformer import ROPE_KEYS
 
 _MTP_COUNTS = (
@@ -97,6 +104,7 @@ def topology_conflicts(hf: HfModelFacts, parallel: ParallelSection) -> Iterator[
         if size not in (None, 1):
             flag = name.replace("_", "-")
             yield f"--{flag} {size}: {hf.model_type} needs 1: {reason}"
+    yield from _stages_without_an_indexer(family, hf, parallel)
     if not family.whole_heads:
         return
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
@@ -109,3 +117,22 @@ def topology_conflicts(hf: HfModelFacts, parallel: ParallelSection) -> Iterator[
                 f"--tensor-model-parallel-size {tp}{times} does not divide {key} {heads} of"
                 f" {hf.model_type}: {reason}"
             )
+
+
+def _stages_without_an_indexer(
+    family: Family, hf: HfModelFacts, parallel: ParallelSection
+) -> Iterator[str]:
+    """Yield the stages whose first layer attends to the tokens that another rank's layer chose."""
+    if hf.index_topk is None:
+        return
+    try:
+        stages, traits = layers_by_stage(parallel, hf), model_weights(family, hf).traits
+    except ValueError:  # of a topology or a config.json that other checks refuse
+        return
+    chosen = [number for number, layer in enumerate(traits, start=1) if "indexer" in layer]
+    first = [chunk[0] for stage in stages for chunk in stage if chunk]
+    for number in sorted(set(first) - {*chosen}):
+        yield (
+            f"a pipeline stage begins with layer {number} of {hf.path}, which has no indexer and attends to what"
+            f" one of another stage chose; expected stages that begin with one of {', '.join(map(str, chosen))}"
+        )

@@ -19,7 +19,8 @@ from r3train.families.weights import DiskTensor, Table, Weight
 _INDEXER = f"{ATTENTION}core_attention.indexer."
 _DISK = "self_attn.indexer."
 # SGLang on CUDA loads these two of a layer as one tensor, and forgets one that comes alone
-_TOGETHER = dict(bundle="indexer")
+_OWN = ("indexer",)
+_TOGETHER = dict(bundle="indexer", layers=_OWN)
 
 # has no gradient: the choice of tokens is discrete, and no score of the indexer is left in the attention
 INDEXER = (
@@ -28,10 +29,11 @@ INDEXER = (
         (DiskTensor(f"{_DISK}wq_b.weight"),),
         {"rows": "index_heads*index_head"},
         ("q_rank",),
+        layers=_OWN,
     ),
     whole(f"{_INDEXER}linear_wk.weight", f"{_DISK}wk.weight", "index_head", **_TOGETHER),
-    vector(f"{_INDEXER}k_norm.weight", f"{_DISK}k_norm.weight", "index_head"),
-    vector(f"{_INDEXER}k_norm.bias", f"{_DISK}k_norm.bias", "index_head"),
+    vector(f"{_INDEXER}k_norm.weight", f"{_DISK}k_norm.weight", "index_head", layers=_OWN),
+    vector(f"{_INDEXER}k_norm.bias", f"{_DISK}k_norm.bias", "index_head", layers=_OWN),
     whole(
         f"{_INDEXER}linear_weights_proj.weight",
         f"{_DISK}weights_proj.weight",
@@ -79,7 +81,8 @@ DEEPSEEK_V32 = replace(
     DEEPSEEK_V3,
     weights=sparse_table(),
     transformer=sparse,
-    needs=DEEPSEEK_V3.needs | {"indexer_rope_interleave": (False, False)},
+    needs=DEEPSEEK_V3.needs
+    | {"indexer_rope_interleave": (False, False), "index_topk_freq": (1, 1)},
     defaults={"indexer_rope_interleave": False},
     layers="sparse_latent_attention",
     fp8_served=False,

@@ -82,3 +82,23 @@ ERNIE4_5_MOE = Family(
     peft_fuses_experts=True,
     tiny={"ernie4_5_moe": TinyModel("Ernie4_5_Moe", _tiny)},
 )
+
+
+def serve_on_cpu() -> None:
+    """Give SGLang's choice of experts the biases [1, E] as [E], as its kernels take them."""
+    from sglang.srt.layers.moe import topk
+
+    from r3train.patches import patch
+
+    original = topk.fused_topk_torch_native
+
+    def choose(hidden_states, gating_output, topk, renormalize, correction_bias=None, **named):
+        bias = None if correction_bias is None else correction_bias.flatten()
+        return original(hidden_states, gating_output, topk, renormalize, bias, **named)
+
+    expects = (
+        "(hidden_states, gating_output, topk, renormalize, correction_bias=None,"
+        " scoring_func='softmax')"
+    )
+    why = "it takes biases of one axis"
+    patch(topk, "fused_topk_native", choose, expects=expects, why=why)

@@ -117,6 +117,23 @@ def linear_layers(config: Config) -> list[bool]:
     return [(i + 1) % interval != 0 for i in range(config["num_hidden_layers"])]
 
 
+def indexer_layers(keys: Keys) -> list[bool]:
+    """Layers with an indexer of their own; each other one attends to the tokens of the layer before it.
+
+    Source: transformers 5.19, ``GlmMoeDsaConfig``.
+    """
+    if "indexer_types" in keys:
+        return keys.layer_flags("indexer_types", {"full": True, "shared": False})
+    if "index_topk_pattern" in keys:
+        return keys.layer_flags("index_topk_pattern", {"F": True, "S": False})
+    layers = range(keys["num_hidden_layers"])
+    if "index_topk_freq" not in keys:
+        return [True for _ in layers]
+    every, offset = keys.integer("index_topk_freq"), "index_skip_topk_offset"
+    first = keys.integer(offset) if offset in keys else 2
+    return [max(i - first + 1, 0) % every == 0 for i in layers]
+
+
 def keys_of(family: Family, hf: HfModelFacts) -> Keys:
     """Return the keys of a checkpoint's config.json."""
     content = load_model_config(hf.path)
@@ -198,7 +215,7 @@ def _sizes(table: Table, hf: HfModelFacts, keys: Keys) -> Sizes:
 _MIXERS = {"M": "mamba", "*": "full", "E": "sparse", "-": "dense"}
 
 
-def _traits(hf: HfModelFacts, config: Config) -> tuple[frozenset[str], ...]:
+def _traits(hf: HfModelFacts, config: Keys) -> tuple[frozenset[str], ...]:
     """Return the traits of each layer, see ``weight_rows``."""
     if mixers := config.get("hybrid_override_pattern"):
         return tuple(frozenset({_MIXERS[letter]}) for letter in mixers)
@@ -206,11 +223,13 @@ def _traits(hf: HfModelFacts, config: Config) -> tuple[frozenset[str], ...]:
     common = {"q_rank" if compressed else "no_q_rank"}
     if config.get("use_qk_norm"):
         common.add("qk_norm")
+    kinds = zip(linear_layers(config), indexer_layers(config))
     return tuple(
         frozenset(
             common
             | {"sparse" if number in hf.moe_layer_numbers else "dense"}
             | {"linear" if is_linear else "full"}
+            | ({"indexer"} if has_indexer else set())
         )
-        for number, is_linear in enumerate(linear_layers(config), start=1)
+        for number, (is_linear, has_indexer) in enumerate(kinds, start=1)
     )

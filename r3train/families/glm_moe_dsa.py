@@ -1,22 +1,39 @@
-"""GLM-5: DeepSeek-V3.2's layers, an indexer that rotates pairs of neighbours."""
+"""GLM-5: DeepSeek-V3.2's layers, an indexer that rotates pairs of neighbours.  GLM-5.2: layers that share an indexer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 from r3train.families.deepseek_v3 import DEEPSEEK_V3, ONE_GROUP, SIGMOID, tiny_latent
-from r3train.families.deepseek_v32 import DEEPSEEK_V32, tiny_indexer
-from r3train.families.family import Config
+from r3train.families.deepseek_v32 import DEEPSEEK_V32, sparse, tiny_indexer
+from r3train.families.family import indexer_layers
 from r3train.families.tiny_options import TinyModel, TinyOptions
+from r3train.families.transformer import Fields, Keys
 
 
-def _conflicts(config: Config) -> Iterator[str]:
-    yield from DEEPSEEK_V3.conflicts(config)
-    kinds, pattern = config.get("indexer_types") or (), config.get("index_topk_pattern") or ()
-    if "shared" in kinds or "S" in pattern or "shared" in pattern:
-        yield "layers without an indexer, which attend to the tokens of the layer before, were not verified"
+def _transformer(keys: Keys) -> Fields:
+    """Return DeepSeek-V3.2's fields, and which layers have an indexer: the first ones, then every n-th.
+
+    Source: megatron-core 0.19.2, ``dsa.is_dsa_skip_topk_layer``.
+    """
+    has_indexer = indexer_layers(keys)
+    if all(has_indexer):
+        return sparse(keys)
+    first = has_indexer.index(False)
+    after = [*has_indexer[first:], True]
+    every = after.index(True) + 1
+    numbers = range(1, len(has_indexer) + 1)
+    if has_indexer != [max(n - max(first, 1), 0) % every == 0 for n in numbers]:
+        letters = "".join("FS"[not own] for own in has_indexer)
+        raise ValueError(
+            f"{keys.file}: layers with an indexer of their own (F) and without (S) are {letters}; Megatron"
+            " has the first ones, then every n-th"
+        )
+    return sparse(keys) | {
+        "dsa_indexer_topk_freq": every,
+        "dsa_indexer_skip_topk_offset": first,
+    }
 
 
 def _tiny(o: TinyOptions) -> dict[str, Any]:
@@ -26,10 +43,17 @@ def _tiny(o: TinyOptions) -> dict[str, Any]:
     return sizes | {"rms_norm_eps": 1e-6}
 
 
+def _tiny_shared(o: TinyOptions) -> dict[str, Any]:
+    kinds = ["shared" if i > 1 and i % 2 == 0 else "full" for i in range(o.num_layers)]
+    return _tiny(o) | {"indexer_types": kinds}
+
+
+_PUBLISHED = SIGMOID | {"indexer_rope_interleave": True}
+
 GLM_MOE_DSA = replace(
     DEEPSEEK_V32,
-    needs=DEEPSEEK_V3.needs | {"indexer_rope_interleave": (True, None), "index_topk_freq": (1, 1)},
-    conflicts=_conflicts,
+    transformer=_transformer,
+    needs=DEEPSEEK_V3.needs | {"indexer_rope_interleave": (True, None)},
     defaults={
         "rms_norm_eps": 1e-5,
         "routed_scaling_factor": 2.5,
@@ -37,6 +61,7 @@ GLM_MOE_DSA = replace(
         "topk_group": 1,
     },
     tiny={
-        "glm_moe_dsa": TinyModel("GlmMoeDsa", _tiny, SIGMOID | {"indexer_rope_interleave": True})
+        "glm_moe_dsa": TinyModel("GlmMoeDsa", _tiny, _PUBLISHED),
+        "glm_5_2": TinyModel("GlmMoeDsa", _tiny_shared, _PUBLISHED),
     },
 )

@@ -7,7 +7,7 @@ from typing import Any
 
 from r3train.families.family import SILU, Config, Family
 from r3train.families.tiny_options import TinyModel, TinyOptions
-from r3train.families.transformer import Fields, Keys, no_fields, whole_heads_rotate
+from r3train.families.transformer import FUSED_AND_PERSISTENT, Fields, Keys, whole_heads_rotate
 from r3train.families.weight_rows import DENSE_MLP, HEADS, INPUT_NORM, MLP_NORM
 from r3train.families.weights import Table
 
@@ -42,7 +42,7 @@ def _tiny(o: TinyOptions) -> dict[str, Any]:
 
 LLAMA = Family(
     Table((INPUT_NORM, *HEADS, MLP_NORM, *DENSE_MLP)),
-    no_fields,
+    lambda keys: FUSED_AND_PERSISTENT,
     SILU | {"attention_bias": (False, False), "mlp_bias": (False, False)},
     rope_types=("llama3",),
     conflicts=_conflicts,

@@ -7,12 +7,12 @@ from typing import Any
 from r3train.families.family import SILU, Family
 from r3train.families.weight_rows import DENSE_MLP, HEADS, INPUT_NORM, MLP_NORM, qk_norms
 from r3train.families.tiny_options import TinyModel, TinyOptions
-from r3train.families.transformer import Fields, Keys
+from r3train.families.transformer import FUSED_AND_PERSISTENT, Fields, Keys
 from r3train.families.weights import Table
 
 
 def _transformer(keys: Keys) -> Fields:
-    return {"qk_layernorm": True}
+    return FUSED_AND_PERSISTENT | {"qk_layernorm": True}
 
 
 def _tiny(o: TinyOptions) -> dict[str, Any]:

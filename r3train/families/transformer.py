@@ -33,19 +33,19 @@ class Keys(dict[str, Any]):
         names: Mapping[str, str],
     ):
         super().__init__(defaults)
-        self._file, self._names = file, names
+        self.file, self._names = file, names
         self._null = {key for key, value in content.items() if value is None}
         self.update((key, value) for key, value in content.items() if value is not None)
 
     def __missing__(self, key: str) -> Any:
-        raise ValueError(f"{self._file}: key {self._names.get(key, key)} is missing")
+        raise ValueError(f"{self.file}: key {self._names.get(key, key)} is missing")
 
     def integer(self, key: str) -> int:
         """Return a key that must be a number of at least 1."""
         value = self[key]
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(
-                f"{self._file}: key {self._names.get(key, key)} must be an integer of at least 1,"
+                f"{self.file}: key {self._names.get(key, key)} must be an integer of at least 1,"
                 f" got {value!r}"
             )
         return value
@@ -53,6 +53,16 @@ class Keys(dict[str, Any]):
     def integer_or_null(self, key: str, null: int) -> int:
         """Return a number that may be null, and then is ``null``."""
         return null if key in self._null else self.integer(key)
+
+    def layer_flags(self, key: str, words: Mapping[str, bool]) -> list[bool]:
+        """Return a key that must hold one of the words for each layer."""
+        value, layers = self[key], self["num_hidden_layers"]
+        is_list = isinstance(value, (list, str)) and len(value) == layers
+        if not is_list or not all(isinstance(word, str) and word in words for word in value):
+            raise ValueError(
+                f"{self.file}: key {key} must hold {layers} of {', '.join(words)}, one per layer, got {value!r}"
+            )
+        return [words[word] for word in value]
 
     @property
     def head_dim(self) -> int:
@@ -67,9 +77,9 @@ class Keys(dict[str, Any]):
         name = next((name for name in ROPE_KEYS if self.get(name)), ROPE_KEYS[0])
         content = self.get(name, {})
         if not isinstance(content, Mapping):
-            raise ValueError(f"{self._file}: key {name} must hold a JSON object, got {content!r}")
+            raise ValueError(f"{self.file}: key {name} must hold a JSON object, got {content!r}")
         defaults = {"rope_type": content.get("type", "default"), "rope_theta": self["rope_theta"]}
-        return Keys(f"{self._file}: {name}", content, defaults, {})
+        return Keys(f"{self.file}: {name}", content, defaults, {})
 
     @property
     def num_experts(self) -> int:

@@ -14,12 +14,13 @@ from math import ceil, inf, prod
 
 from r3train.config import RunConfig
 from r3train.config.hf_facts import HfModelFacts, load_model_config
+from r3train.config.pipeline_layout import layers_by_stage
 from r3train.config.lora_settings import LoraSection
 from r3train.data.rotated_files import PART_BYTES
 from r3train.families import FAMILIES, quantised_tensors, weights_of
 from r3train.families.weights import ModelWeights, Weight
 from r3train.launch.gpus import server_size
-from r3train.routing.layers import layers_by_stage, recomputed_moe_layers
+from r3train.routing.layers import recomputed_moe_layers
 from r3train.types import is_checked
 
 GIGA = 10**9

@@ -39,7 +39,10 @@ from tests.published import CONFIGS, RECIPES, Recipe, write_checkpoint
 PAGE = Path(__file__).parents[2] / "docs/guide/models.md"
 CHOOSING = Path(__file__).parents[2] / "docs/start/choosing.md"
 README = Path(__file__).parents[2] / "README.md"
-TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+TEMPLATE = (
+    "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    "{% if enable_thinking is false %} the{% endif %}"
+)
 each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.file)
 
 
@@ -83,7 +86,9 @@ def test_a_recipe_passes_the_checks_of_its_dry_run(recipe, machine, monkeypatch)
     config = RunConfig.from_toml(recipe.path)
     job = preflight(config, recipe.num_gpus)
     job.close()
-    assert config.replay.use_rollout_routing_replay and config.sums_evidence
+    # a dense model has nothing to replay: that its servers follow is compared tensor by tensor
+    assert config.replay.use_rollout_routing_replay is job.hf.is_moe is config.sums_evidence
+    assert config.trainer.check_weight_update_equal is not job.hf.is_moe
     # in turns with its servers a rank would send by gloo over loopback: minutes
     way = "shared_memory" if config.rollout.colocate else "distributed"
     assert config.model.bf16 and config.trainer.update_weight_transfer_mode == way
@@ -91,11 +96,10 @@ def test_a_recipe_passes_the_checks_of_its_dry_run(recipe, machine, monkeypatch)
     assert overrides.get("overlap_cpu_optimizer_d2h_h2d", False) == overrides.get(
         "optimizer_cpu_offload", False
     )
-    assert len(job.prompts) == 128 and job.hf.is_moe
+    assert len(job.prompts) == 128
     other_parallel = config.parallel.model_copy(update={"expert_model_parallel_size": 7})
-    with pytest.raises(
-        PreflightError, match="experts do not divide by expert_model_parallel_size 7"
-    ):
+    refused = "expert(s do not divide by expert_model|_model_parallel_size must be 1, got 7)"
+    with pytest.raises(PreflightError, match=refused):
         preflight(config.model_copy(update={"parallel": other_parallel}), 7 * recipe.num_gpus)
 
 

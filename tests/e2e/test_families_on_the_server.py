@@ -22,12 +22,14 @@ from r3train.cli import main
 from r3train.config.hf_facts import read_hf_facts
 from r3train.config.lora_settings import LoraSection
 from r3train.families import (
+    DENSE_NAMES,
     FAMILIES,
     TINY_MODELS,
     TINY_NAMES,
     has_fused_experts,
     sent_together,
     tensor_names,
+    tensor_shapes,
 )
 from r3train.engine.backend import Request, SamplingParams, Segment
 from r3train.engine.client import SGLangClient
@@ -68,7 +70,8 @@ def answers(server: SGLangServer, checkpoint: Path, version: int) -> list[Rollou
     hf = read_hf_facts(checkpoint)
 
     async def run():
-        client = SGLangClient([server.addr], routes=hf.route_shape, check_alive=server.check_alive)
+        routes = hf.route_shape if hf.is_moe else None
+        client = SGLangClient([server.addr], routes=routes, check_alive=server.check_alive)
         sampling = SamplingParams(12, ignore_eos=True)
         ids = [np.random.default_rng(i).integers(3, hf.vocab_size, n) for i, n in LENGTHS]
         prompts = [Prompt(f"p{i}", i, "", x.astype(np.int32), None) for i, x in enumerate(ids)]
@@ -135,14 +138,17 @@ def trainer_group(tmp_path):
 
 # where every push is tested, test_sglang_server.py does this with the demo's family
 @pytest.mark.slow
-@pytest.mark.parametrize("family", TINY_NAMES)
+@pytest.mark.parametrize("family", TINY_MODELS)
 def test_a_server_gives_the_log_probs_and_routes_of_transformers_also_after_updates(
     family, tmp_path, trainer_group
 ):
     build(tmp_path / "tiny", TinyOptions(family=family, vocab_size=512))
     model = tmp_path / "tiny" / "model"
     server = SGLangServer(
-        model, tmp_path / "sglang.log", return_routed_experts=True, start_timeout_s=200
+        model,
+        tmp_path / "sglang.log",
+        return_routed_experts=read_hf_facts(model).is_moe,
+        start_timeout_s=200,
     )
     with server, EngineControl([server.addr], check_alive=server.check_alive) as engine:
         server.wait_ready()
@@ -181,7 +187,7 @@ def sparse(family: str, directory: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa", "glm_5_2"])
 def test_a_server_attends_to_the_tokens_that_an_indexer_chooses(family, tmp_path):
     model = sparse(family, tmp_path)
     server = SGLangServer(
@@ -197,22 +203,31 @@ def log_probs_with(reference: HfReference, tokens: np.ndarray, chosen: np.ndarra
 
     What they are told must be what they would choose, but for scores within 1e-4 of one another.
     """
-    topk, layers = torch.Tensor.topk, []
-    indexers = [m for m in reference.model.modules() if type(m).__name__.endswith("Indexer")]
+    topk, asked = torch.Tensor.topk, []
+    modules = reference.model.named_modules()
+    indexers = {
+        int(name.split("layers.")[1].split(".")[0]): module
+        for name, module in modules
+        if type(module).__name__.endswith("Indexer")
+    }
     bits = np.unpackbits(np.ascontiguousarray(chosen).view("u1"), axis=2, bitorder="little")
     told = torch.from_numpy(bits[..., : len(tokens)]).bool()
+    for layer in range(
+        1, told.shape[1]
+    ):  # one without an indexer attends to what the one before does
+        assert layer in indexers or torch.equal(told[:, layer], told[:, layer - 1])
 
-    def choose(scores: torch.Tensor, k: int, dim: int) -> SimpleNamespace:
-        own, of_layer = topk(scores, k, dim=dim).indices, told[:, len(layers)]
-        rows = scores[0, 8:-1]
-        worst = rows.masked_fill(~of_layer, float("inf")).min(1).values
-        best_left = rows.masked_fill(of_layer, float("-inf")).max(1).values
-        assert (worst >= best_left - 1e-4).all(), (len(layers), worst - best_left)
-        own[0, 8:-1] = of_layer.nonzero()[:, 1].view(-1, k)
-        layers.append(len(rows))
-        return SimpleNamespace(indices=own)
+    def forced(layer: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def choose(scores: torch.Tensor, k: int, dim: int) -> SimpleNamespace:
+            own, of_layer = topk(scores, k, dim=dim).indices, told[:, layer]
+            rows = scores[0, 8:-1]
+            worst = rows.masked_fill(~of_layer, float("inf")).min(1).values
+            best_left = rows.masked_fill(of_layer, float("-inf")).max(1).values
+            assert (worst >= best_left - 1e-4).all(), (layer, worst - best_left)
+            own[0, 8:-1] = of_layer.nonzero()[:, 1].view(-1, k)
+            asked.append(layer)
+            return SimpleNamespace(indices=own)
 
-    def forced(forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             with mock.patch.object(torch.Tensor, "topk", choose):
                 return forward(*args, **kwargs)
@@ -220,16 +235,17 @@ def log_probs_with(reference: HfReference, tokens: np.ndarray, chosen: np.ndarra
         return run
 
     with ExitStack() as stack, torch.no_grad():
-        for m in indexers:
-            stack.enter_context(mock.patch.object(m, "forward", forced(m.forward)))
+        for layer, module in indexers.items():
+            stack.enter_context(mock.patch.object(module, "forward", forced(layer, module.forward)))
         log_probs = reference.log_probs(tokens).numpy()
-    assert layers == [len(tokens) - 9] * chosen.shape[1]
+    assert asked == [*indexers]
     return log_probs
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "family, overlap", [("deepseek_v32", False), ("deepseek_v32", True), ("glm_moe_dsa", False)]
+    "family, overlap",
+    [("deepseek_v32", False), ("deepseek_v32", True), ("glm_moe_dsa", False), ("glm_5_2", False)],
 )
 def test_a_server_says_which_tokens_its_indexers_chose(family, overlap, tmp_path):
     """In prefills of several chunks, in decoding, of a text that goes on, and of one that is cached."""
@@ -368,3 +384,38 @@ def test_a_job_of_the_family_is_proved_and_its_server_follows_the_actor(family, 
         assert m["served/gap_max"] <= within and m["train/grad_norm"] > 0
     checked = CliRunner().invoke(main, ["check-evidence", str(job.run_dir)])
     assert checked.exit_code == 0, checked.output
+
+
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(f, marks=() if f == "llama" else pytest.mark.slow) for f in DENSE_NAMES],
+)
+def test_a_job_of_a_dense_family_trains_its_server_follows_and_its_export_is_the_actors(
+    family, tmp_path
+):
+    build(tmp_path / "tiny", TinyOptions(family=family, num_layers=3))
+    model = tmp_path / "tiny" / "model"
+    job = jobs.run(
+        tmp_path / "run",
+        "--hf-checkpoint",
+        str(model),
+        "--prompt-data",
+        str(tmp_path / "tiny" / "prompts.jsonl"),
+        *"--rollout-batch-size 4 --n-samples-per-prompt 4 --no-plot --no-tensorboard".split(),
+        *"--num-rollout 2 --max-weight-staleness 0 --entropy-coef 0.1".split(),
+        *"--lr 1e-3 --lr-warmup-iters 0 --check-weight-update-equal".split(),
+        *WAYS["disk, tp2"],
+        *f"--save-hf {tmp_path / 'hf'}".split(),
+    )
+    assert job.code == 0, job.output
+    metrics = job.metrics()
+    assert [m["step"] for m in metrics] == [0, 1]
+    for m in metrics:
+        assert m["train/log_prob_gap_max"] <= 1e-4 and m["train/grad_norm"] > 0
+        assert m["perf/published_tensors"] == len(tensor_names(read_hf_facts(model)))
+    (exported,) = (file.parent for file in (tmp_path / "hf").rglob("config.json"))
+    assert tensor_shapes(read_hf_facts(exported)) == tensor_shapes(read_hf_facts(model))
+    ids = np.arange(3, 40)
+    assert (
+        np.abs(HfReference(exported).answer(ids)[0] - HfReference(model).answer(ids)[0]).max() > 0
+    )

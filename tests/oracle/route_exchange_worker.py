@@ -32,7 +32,7 @@ from r3train.route_stores import handles
 from r3train.route_stores.node import RouteNode
 from r3train.route_stores.relay import Keys
 from r3train.route_stores.stores import RouteStores, leader_ranks
-from r3train.routing.layers import stage_layer_numbers
+from r3train.config.pipeline_layout import stage_layer_numbers
 from r3train.types import (
     Prompt,
     RankTopology,

@@ -56,6 +56,9 @@ CASES = {
     ),
     "deepseek_v32 of long sequences": dict(index_topk=5),
     "glm_moe_dsa of long sequences": dict(index_topk=5),
+    "glm_5_2 of long sequences": dict(
+        index_topk=5, num_hidden_layers=5, indexer_types="full full shared full shared".split()
+    ),
     "kimi_k2 with other scaled positions": dict(qk_rope_head_dim=8, rope_parameters=OTHER_YARN),
     "qwen2 with a tied output layer": dict(tie_word_embeddings=True),
     "llama of plain positions, with a tied output layer": dict(
@@ -534,6 +537,39 @@ def test_an_indexer_that_is_rotated_otherwise_chooses_other_tokens(tmp_path):
     expected = make(model, "deepseek_v32 of long sequences")
     (got,) = in_ranks(1, tmp_path / "ranks", with_pairs_of_neighbours, str(model))
     assert np.abs(got[str(model)][0].numpy() - expected).max() > 0.1
+
+
+def choices_of_an_older_indexer(layers: Any, weights: Any, first_layer: int, use_te: bool) -> None:
+    """Layers without an indexer that all look for the second layer's choice."""
+    from r3train.trainer.megatron.layers import sparse_attention
+
+    class Stale(sparse_attention.SparseAttention):
+        def __init__(self, *args: Any, **kwargs: Any):
+            super().__init__(*args, **kwargs)
+            if self.skip_topk:
+                self.source_layer = 2
+
+    sparse_attention.adapt_sparse_attention(layers, weights, first_layer, use_te)
+    for layer in layers.layer_specs:
+        layer.submodules.self_attention.submodules.core_attention.module = Stale
+
+
+def error_of_an_older_choice(directory: str) -> str:
+    """The error of an actor that asks for a choice whose last reader is through; in a rank."""
+    with (
+        planted("glm_moe_dsa", choices_of_an_older_indexer),
+        pytest.raises(KeyError) as missing,
+    ):
+        actors_log_probs([directory])
+    return str(missing.value)
+
+
+@pytest.mark.ranks
+def test_an_indexers_choice_is_gone_behind_the_last_layer_that_shares_it(tmp_path):
+    model = tmp_path / "model"
+    make(model, "glm_5_2 of long sequences")
+    (error,) = in_ranks(1, tmp_path / "ranks", error_of_an_older_choice, str(model))
+    assert error == "2"  # which the third layer has read, and the fifth has not
 
 
 # -- Megatron's checkpoints ------------------------------------------------------------------------

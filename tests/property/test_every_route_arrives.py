@@ -19,7 +19,7 @@ from r3train.cpu.device import prepare_device
 from r3train.layout.microbatch import build_microbatch, slice_microbatch
 from r3train.loop.prepare import build_microbatches, deal_samples
 from r3train.ids import token_uids
-from r3train.routing.layers import stage_layer_numbers
+from r3train.config.pipeline_layout import stage_layer_numbers
 from r3train.types import (
     Prompt,
     RankTopology,

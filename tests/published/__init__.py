@@ -64,6 +64,7 @@ RECIPES = (
     Recipe("moonlight_16b_a3b_colocated", "Moonlight-16B-A3B", 8, 80),
     Recipe("gpt_oss_20b_colocated", "gpt-oss-20b", 8, 80),
     Recipe("olmoe_1b_7b_one_gpu", "OLMoE-1B-7B", 1, 80),
+    Recipe("qwen3_1_7b_one_gpu", "Qwen3-1.7B", 1, 24),
 )
 
 

@@ -69,9 +69,12 @@ def test_a_family_that_nobody_verified_is_refused_by_name_with_those_that_work(f
         ("deepseek_v32", {"indexer_rope_interleave": True}, "indexer_rope_interleave is True"),
         ("deepseek_v32", {"index_topk": None}, "key index_topk"),
         ("glm_moe_dsa", {"indexer_rope_interleave": None}, "indexer_rope_interleave is None"),
-        ("glm_moe_dsa", {"index_topk_freq": 4}, "index_topk_freq is 4"),
-        ("glm_moe_dsa", {"indexer_types": ["full", "shared"]}, "layers without an indexer"),
-        ("glm_moe_dsa", {"index_topk_pattern": "FS"}, "layers without an indexer"),
+        ("deepseek_v32", {"index_topk_freq": 4}, "index_topk_freq is 4"),
+        ("glm_moe_dsa", {"indexer_types": ["full", "none"]}, "2 of full, shared, one per layer"),
+        ("glm_moe_dsa", {"indexer_types": ["full"]}, "2 of full, shared, one per layer"),
+        ("glm_moe_dsa", {"indexer_types": ["shared", "full"]}, "without (S) are SF; Megatron has"),
+        ("glm_moe_dsa", {"indexer_types": None, "index_topk_pattern": "FX"}, "must hold 2 of F, S"),
+        ("glm_moe_dsa", {"indexer_types": None, "index_topk_freq": 0}, "index_topk_freq must be"),
     ],
 )
 def test_an_indexer_that_was_not_verified_is_refused(family, keys, message, model_of_family):
@@ -392,6 +395,22 @@ def test_a_topology_in_which_a_family_was_not_verified_is_refused(family, field,
     flag = f"--{field.replace('_', '-')} 2: {family} needs 1"
     with pytest.raises(ValueError, match=flag):
         check_model(config(**{field: 2}), read_hf_facts(model_of_family(family) / "model"), 2)
+
+
+@pytest.mark.parametrize(
+    "kinds, stages, first",
+    [("FFSF", 2, 3), ("FFFS", 4, 4), ("FSFS", 2, None), ("FFFF", 4, None)],
+)
+def test_a_stage_that_begins_with_a_layer_without_an_indexer_is_refused(
+    kinds, stages, first, tmp_path
+):
+    build(tmp_path / "tiny", TinyOptions(family="glm_moe_dsa"))
+    change(tmp_path / "tiny", indexer_types=[{"F": "full", "S": "shared"}[kind] for kind in kinds])
+    hf, asked = read_hf_facts(tmp_path / "tiny/model"), config(pipeline_model_parallel_size=stages)
+    if first is None:
+        return check_model(asked, hf, stages)
+    with pytest.raises(ValueError, match=f"stage begins with layer {first} of .* has no indexer"):
+        check_model(asked, hf, stages)
 
 
 def test_context_parallel_ranks_share_the_heads_of_linear_attention(model_of_family):

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from r3train.cpu.device import prepare_device
-from r3train.routing.layers import chunk_layer_numbers, recomputed_layers, stage_layer_numbers
+from r3train.config.pipeline_layout import chunk_layer_numbers, stage_layer_numbers
+from r3train.routing.layers import recomputed_layers
 
 SHAPES = [
     # layers, pp, vpp, first, last

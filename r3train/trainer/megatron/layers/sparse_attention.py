@@ -87,7 +87,8 @@ class SparseAttention(dsa.DSAttention):
         # Megatron knows no other way for sparse attention, and asserts it
         super().__init__(config, submodules, **named | {"cp_comm_type": "all_gather"})
         self.dense = build_module(submodules.dense, config=config, **named)
-        self.indexer.requires_grad_(False)
+        if self.indexer is not None:
+            self.indexer.requires_grad_(False)
 
     @property
     def hidden_size_per_attention_head_v(self) -> int:
@@ -123,15 +124,45 @@ class SparseAttention(dsa.DSAttention):
             if call is not None:
                 call.all_chosen()
             return self.dense(query, key, value, attention_mask, **given)
-        token = _call.set(call)
+        kept = packed_seq_params.__dict__.setdefault("live_choices", {})  # by the indexer's layer
+        if self.skip_topk:
+            places = self._places(call, *kept[self.source_layer])
+            self._get_index_share_topk_holder(packed_seq_params)[self.source_layer] = places
+        token = _call.set((self, call, kept))
         try:
             out = super().forward(query, key, value, attention_mask, x, qr, **given)
         finally:
             _call.reset(token)
+        if self.index_share:
+            # Megatron's copy, of 8 bytes a token; the next layer makes its own
+            self._get_index_share_topk_holder(packed_seq_params).clear()
+            if not self._is_read_again:
+                del kept[self.source_layer]
         return out.flatten(1)
 
+    @property
+    def _is_read_again(self) -> bool:
+        """True if another layer, or this one's recomputation in the backward pass, reads its indexer's choice."""
+        behind = self.layer_number + 1, self.index_skip_topk_offset, self.index_topk_freq
+        is_recomputed = self.training and self.config.recompute_granularity is not None
+        return is_recomputed or dsa.is_dsa_skip_topk_layer(*behind)
 
-_call: ContextVar[IndexerCall | None] = ContextVar("call")  # the one in progress
+    def _places(
+        self, call: IndexerCall | None, live: torch.Tensor, starts: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the places in the pack that rows attend to, int64[1, n, K]: the replay's, else the live choice's.
+
+        live: int[n, K], positions in the row's sequence, -1 after the last.  starts: int[n, 1], of the sequences.
+        """
+        chosen = live.long() if call is None else call.replaced(live.long())
+        places = torch.where(chosen < 0, -1, chosen + starts)
+        if call is not None:
+            call.used(torch.where(places < 0, -1, places - starts))
+        return places[None]
+
+
+# the layer whose call is in progress, its replay, and the choices of its microbatch that are kept
+_call: ContextVar[tuple[SparseAttention, IndexerCall | None, dict[int, Any]]] = ContextVar("call")
 _megatrons_choice = dsa.fused_qk_topk_naive
 
 
@@ -139,15 +170,13 @@ def _choose(
     q, k, weights, index_topk, **named
 ):  # noqa: ANN001, ANN003, ANN202 - Megatron's signature
     """Let the layer's replay replace the choice, int64[1, n, K] of places in the whole pack."""
-    scores, live = _megatrons_choice(q, k, weights, index_topk, **named)
-    call = _call.get()
-    if call is None:
-        return scores, live
+    scores, places = _megatrons_choice(q, k, weights, index_topk, **named)
+    attention, call, kept = _call.get()
     starts = named["varlen_starts"].view(-1, 1)
-    chosen = call.replaced(torch.where(live[0] < 0, -1, live[0] - starts))
-    places = torch.where(chosen < 0, -1, chosen + starts)
-    call.used(torch.where(places < 0, -1, places - starts))
-    return scores, places[None]
+    live = torch.where(places[0] < 0, -1, places[0] - starts)
+    if attention.index_share:
+        kept[attention.layer_number] = live.int(), starts
+    return scores, attention._places(call, live, starts)
 
 
 overrides(
