@@ -153,6 +153,13 @@ class RunConfig(Section):
         return 1.0 if self.trainer.ci_test else self.replay.r3_suspect_limit
 
     @property
+    def mismatch_threshold(self) -> float:
+        """r3_mismatch_threshold with its default resolved."""
+        # of a toy with two groups of experts, of which a row has one, 2.7% of the rows went to the other one in fp8
+        default = 0.03 if self.serves_fp8 else 0.01
+        return _first(self.replay.r3_mismatch_threshold, default)
+
+    @property
     def canary_share(self) -> float:
         """r3_canary_share; with ci_test every update is judged."""
         return 1.0 if self.trainer.ci_test else self.replay.r3_canary_share

@@ -84,7 +84,7 @@ class StepProof:
             prepared.expectation(recorded) if prepared is not None else None,
             self.hf.route_shape,
             passes=self.config.replay_passes,
-            mismatch_threshold=self.config.replay.r3_mismatch_threshold,
+            mismatch_threshold=self.config.mismatch_threshold,
             suspicions=self._suspicions,
             check_interval=self.config.replay.r3_check_interval,
             rechecked=rechecked,

@@ -181,7 +181,7 @@ class CaseRun:
             expectation,
             job.hf.route_shape,
             passes=PASSES,
-            mismatch_threshold=job.config.replay.r3_mismatch_threshold,
+            mismatch_threshold=job.config.mismatch_threshold,
         )
         writer.close()
         place = actor.topology

@@ -80,5 +80,5 @@ def test_the_30b_recipe_fits_eight_gpus():
 
 def test_the_demo_is_judged_by_the_default_threshold():
     config = RunConfig.from_toml(CONFIGS / "tiny_cpu.toml")
-    assert config.replay.r3_mismatch_threshold == 1e-2
+    assert config.mismatch_threshold == 1e-2
     assert config.rollout.max_weight_staleness == 1  # its rows are a step old

@@ -199,6 +199,13 @@ def test_the_config_is_frozen():
         config().trainer.lr = 1.0
 
 
+def test_rows_may_leave_all_experts_more_often_where_servers_round_to_fp8():
+    fp8 = dict(REQUIRED, bf16=True, rollout_weights="fp8")
+    assert RunConfig.from_sources(flags=fp8).mismatch_threshold == 0.03
+    given = RunConfig.from_sources(flags=fp8 | {"r3_mismatch_threshold": 0.0})
+    assert given.mismatch_threshold == 0.0
+
+
 @pytest.mark.parametrize(
     "environ, threshold",
     [
@@ -209,13 +216,13 @@ def test_the_config_is_frozen():
 )
 def test_the_threshold_comes_from_the_environment_below_file_and_flag(tmp_path, environ, threshold):
     made = RunConfig.from_sources(flags=REQUIRED, environ=environ)
-    assert made.replay.r3_mismatch_threshold == threshold
+    assert made.mismatch_threshold == threshold
     path = toml(tmp_path, "[replay]\nr3_mismatch_threshold = 0.4\n")
     made = RunConfig.from_sources(file=path, flags=REQUIRED, environ=environ)
-    assert made.replay.r3_mismatch_threshold == 0.4
+    assert made.mismatch_threshold == 0.4
     flags = {**REQUIRED, "r3_mismatch_threshold": 0.5}
     made = RunConfig.from_sources(file=path, flags=flags, environ=environ)
-    assert made.replay.r3_mismatch_threshold == 0.5
+    assert made.mismatch_threshold == 0.5
 
 
 @pytest.mark.parametrize("text", ["a lot", "2", "nan"])
