@@ -736,6 +736,7 @@ def resumed(directory: Path, family: str, checkpoints: Path, sources: list[str])
         pytest.param("gpt_oss", (1, 2), marks=pytest.mark.slow),
         # linears of several parts
         pytest.param("nemotron_h", (1, 2), marks=pytest.mark.slow),
+        pytest.param("qwen3_next", (1, 2), marks=pytest.mark.slow),
         pytest.param("qwen3_5_moe", (1, 2), marks=pytest.mark.slow),
     ],
 )

@@ -291,6 +291,8 @@ def _adapter(linear: Any, weight: torch.nn.Parameter, hf: HfTensors, settings: L
         )
         for path, on_disk in zip(_paths(hf), layout.disk, strict=True)
     ]
+    parts = [part for projection in projections for part in projection.rows]
+    assert parts == list(layout.rows), f"{layout.weight.name}: parts are in another order on disk"
     if layout.groups is not None:
         query_groups = layout.groups // ps.get_tensor_model_parallel_world_size()
         assert query_groups, "tensor ranks beyond the number of key-value heads"

@@ -27,12 +27,15 @@ def glm(tmp_path_factory):
 ADAPTER = LORA | dict(lora_serving="adapter")
 
 
-def test_adapters_that_sglang_does_not_serve_right_are_refused(tmp_path):
-    build(tmp_path, TinyOptions(family="qwen2_moe"))
+@pytest.mark.parametrize(
+    "family", ["qwen2_moe", "hy_v3", "ernie4_5_moe", "nemotron_h", "qwen3_next", "qwen3_5_moe"]
+)
+def test_adapters_that_sglang_does_not_serve_right_are_refused(family, tmp_path):
+    build(tmp_path, TinyOptions(family=family))
     hf = read_hf_facts(tmp_path / "model")
     settings = dict(hf_checkpoint=hf.path)
     check_model(config(**settings, **LORA), hf, 1)
-    with pytest.raises(ValueError, match="was not seen to serve adapters of qwen2_moe right"):
+    with pytest.raises(ValueError, match=f"was not seen to serve adapters of {family} right"):
         check_model(config(**settings, **ADAPTER), hf, 1)
 
 
