@@ -67,6 +67,8 @@ RECIPES = (
     Recipe("qwen3_1_7b_one_gpu", "Qwen3-1.7B", 1, 24),
 )
 
+MOE_RECIPES = tuple(r for r in RECIPES if read_hf_facts(PUBLISHED / r.model).is_moe)
+
 
 def model_class(config: Any) -> Any:
     """transformers' class of a language model, or of the whole model of text and images that has it inside."""

@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from r3train.config import RunConfig
 from r3train.families.published import PUBLISHED
-from tests.published import RECIPES
+from tests.published import MOE_RECIPES
 from tests.rehearsal.absent_card import SHARED_BYTES, put_in
 
 # sequences of a pack
@@ -45,7 +45,7 @@ class OnTheHost(TorchFunctionMode):
 def experts_of_recipes() -> list[tuple[int, int, int, int]]:
     """Experts, experts of a token, hidden size and rows of a rank, of every recipe, each once."""
     found = set()
-    for recipe in RECIPES:
+    for recipe in MOE_RECIPES:
         config = RunConfig.from_toml(recipe.path)
         keys = json.loads((PUBLISHED / recipe.model / "config.json").read_text())
         keys = keys.get("text_config", keys)

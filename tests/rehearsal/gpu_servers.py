@@ -38,7 +38,7 @@ from r3train.cpu.torchvision_stub import declare_torchvision_ops
 from r3train.engine.server import SGLangServer
 from r3train.launch.gpus import served_gpus
 from r3train.launch.local_servers import build_server, _server_args
-from tests.published import RECIPES, Recipe, write_config
+from tests.published import MOE_RECIPES, Recipe, write_config
 
 declare_torchvision_ops()  # before SGLang imports transformers
 
@@ -303,7 +303,7 @@ def records_routes() -> dict[str, bool]:
 def main(report: str, card: str, directory: str) -> None:
     believe_in(CARDS[card])
     servers, alone = {}, {}
-    for recipe in RECIPES:
+    for recipe in MOE_RECIPES:
         server = server_of(recipe, Path(directory))
         command = server.command()
         override = server.environment().get("NVIDIA_TF32_OVERRIDE")

@@ -21,7 +21,7 @@ from r3train.doctor.kernels import CARDS as CARD_NAMES, check_tuned_experts, ser
 from r3train.families.published import PUBLISHED
 from r3train.launch.estimate import server_fraction
 from r3train.engine.refusals import UNRECORDED_BACKENDS
-from tests.published import RECIPES
+from tests.published import MOE_RECIPES
 
 ROOT = Path(__file__).resolve().parents[2]
 CARDS = {"H100": 81559, "H200": 143771, "B200": 183359}  # MiB, as nvidia-smi says
@@ -64,7 +64,7 @@ def test_the_backends_that_record_no_routes_are_those_that_are_refused(card, rep
 @each_card
 def test_every_recipes_servers_record_their_routes(card, reports):
     report = reports[card]
-    assert report["servers"].keys() == {recipe.file for recipe in RECIPES}
+    assert report["servers"].keys() == {recipe.file for recipe in MOE_RECIPES}
     for name, server in report["servers"].items():
         assert server["enable_return_routed_experts"], name
         assert report["records"][server["moe_runner_backend"]], name
@@ -104,7 +104,7 @@ def test_shared_experts_may_be_fused_so_their_column_is_dropped_from_the_rows(ca
 @each_card
 def test_the_doctor_looks_for_the_file_of_tuned_experts_that_sglang_looks_for(card, reports):
     """A model's own class says what is fused, SGLang's own search what is found."""
-    for recipe in RECIPES:
+    for recipe in MOE_RECIPES:
         server, config = reports[card]["servers"][recipe.file], RunConfig.from_toml(recipe.path)
         if not config.rollout.rollout_external_engine_addrs or "tp_size" in config.rollout.sglang:
             hf = read_hf_facts(PUBLISHED / recipe.model)
@@ -117,7 +117,7 @@ def test_the_doctor_looks_for_the_file_of_tuned_experts_that_sglang_looks_for(ca
 def test_the_page_says_which_recipes_servers_find_tuned_experts(card, reports):
     page = (ROOT / "docs/run/gpus.md").read_text()
     rows = page.partition("\n## Tuned MoE kernels\n")[2].partition("\n## ")[0]
-    for recipe in RECIPES:
+    for recipe in MOE_RECIPES:
         server = reports[card]["servers"][recipe.file]
         experts, columns = server["experts"]
         (row,) = re.findall(rf"^\|.*\b{recipe.file}\b.*$", rows, re.M)
@@ -138,7 +138,7 @@ def test_no_recipes_router_is_multiplied_in_tf32(card, reports):
 
 @each_card
 def test_the_estimate_gives_a_server_about_the_memory_that_sglang_takes(card, reports):
-    for recipe in RECIPES:
+    for recipe in MOE_RECIPES:
         found = reports[card]["servers"][recipe.file]["mem_fraction_static"]
         config = RunConfig.from_toml(recipe.path)
         paper = server_fraction(config, CARDS[card] * MIB)
@@ -149,7 +149,7 @@ def test_the_estimate_gives_a_server_about_the_memory_that_sglang_takes(card, re
 
 @each_card
 def test_decoding_runs_in_whole_graphs_and_a_servers_gpus_are_the_recipes(card, reports):
-    for recipe in RECIPES:
+    for recipe in MOE_RECIPES:
         server = reports[card]["servers"][recipe.file]
         assert server["cuda_graphs"]["decode"]["backend"] == "full", recipe.file
         assert server["cuda_graphs"]["decode"]["max_bs"] >= 256, recipe.file
