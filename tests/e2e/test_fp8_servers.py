@@ -116,6 +116,25 @@ def test_a_job_trains_against_servers_of_fp8_and_every_step_is_proved(tiny, tran
     assert checked.exit_code == 0, checked.output
 
 
+MODES = {
+    "adapters merged": "--lora-rank 4 --check-weight-update-equal",
+    "colocated": "--colocate",
+    "two stages, two servers": "--expert-model-parallel-size 1 --pipeline-model-parallel-size 2"
+    " --rollout-num-engines 2",
+    "updates in flight": "--max-weight-staleness 1 --pause-generation-mode in_place",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_servers_of_fp8_are_proved_in_every_mode(tiny, mode, tmp_path):
+    job = jobs.run(tmp_path / "run", *flags(tiny), *MODES[mode].split())
+    assert job.code == 0, job.output
+    assert [m["r3/passed"] and m["served/passed"] for m in job.metrics()] == [True] * 3
+    lines = (job.run_dir / "evidence" / "weights.jsonl").read_text().splitlines()
+    assert all(json.loads(line)["compared"] for line in lines if json.loads(line)["sent"])
+
+
 @pytest.fixture(scope="module")
 def update(tiny, tmp_path_factory) -> Iterator[WeightUpdate]:
     """Updates of a server of fp8, whose evidence is in the run directory ``evidence`` of the server's logs."""
