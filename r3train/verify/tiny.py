@@ -387,6 +387,9 @@ def make_tiny_model(
     if chat_template and tokenizer_from is None:
         raise click.UsageError("--chat-template needs --tokenizer-from")
     tokenizer = None if tokenizer_from is None else TrainedTokenizer(tokenizer_from, chat_template)
+    is_given = context.get_parameter_source("num_experts") is not ParameterSource.DEFAULT
+    if is_given and shape["num_experts"] and shape["family"] in DENSE_NAMES:
+        raise click.UsageError(f"--num-experts {shape['num_experts']}: {shape['family']} has none")
     for name, value in SIZES[size].items():
         if name != "vocab_size" and context.get_parameter_source(name) is ParameterSource.DEFAULT:
             shape[name] = value

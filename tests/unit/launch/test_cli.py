@@ -94,6 +94,13 @@ def test_an_unknown_subcommand_ends_with_code_2():
     assert CliRunner().invoke(main, ["make-huge-model"]).exit_code == 2
 
 
+def test_a_tiny_model_of_a_dense_family_takes_no_number_of_experts(tmp_path):
+    refused = make(tmp_path / "refused", "--family", "llama", "--num-experts", "8")
+    assert refused.exit_code == 2 and "--num-experts 8: llama has none" in refused.output
+    assert make(tmp_path / "tiny", "--family", "llama").exit_code == 0
+    assert not read_hf_facts(tmp_path / "tiny/model").is_moe
+
+
 def test_the_tiny_model_is_a_moe_checkpoint_with_per_expert_names(model):
     from safetensors import safe_open
 
