@@ -171,6 +171,7 @@ def test_weights_go_by_nccl_where_ranks_and_servers_have_devices_of_their_own(
     monkeypatch.setattr(engines, "sent_together", lambda _: ())
     monkeypatch.setattr(engines, "has_fused_experts", lambda _: False)
     config = SimpleNamespace(
+        serves_fp8=False,
         trainer=SimpleNamespace(update_weight_buffer_size=1),
         rollout=SimpleNamespace(colocate=colocate, fresh_prefixes=True),
     )
