@@ -54,6 +54,7 @@ def amount(num_bytes: float) -> str:
 
 
 def gpus_in_words(count: int) -> str:
+    """Return the number as people write it: 1 GPU, 2 GPUs."""
     return f"{count} GPU{'s' * (count != 1)}"
 
 

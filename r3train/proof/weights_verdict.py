@@ -57,12 +57,12 @@ def weights_records(
     held: Mapping[int, dict[str, str]],
     layouts: Sequence[str],
     compared: int = 0,
-    others: Sequence[Sequence[str]] = (),
+    held_otherwise: Sequence[Sequence[str]] = (),
 ) -> list[WeightsRecord]:
     """The records of an update.
 
-    held: checksums of each server, by the tensor's name.  compared: tensors of the second export; others: what each server
-    held otherwise.
+    held: checksums of each server, by the tensor's name.  compared: tensors of the second export; held_otherwise:
+    of these, the names that each server held otherwise.
     """
     first: dict[str, dict[str, str]] = {}
     records = []
@@ -81,7 +81,7 @@ def weights_records(
                 held=_hash([f"{name} {checksums[name]}" for name in names]),
                 unlike=sorted({name for name, _ in checksums.items() ^ like.items()})[:_NAMED],
                 compared=compared,
-                other=list(others[server][:_NAMED]) if others else [],
+                other=list(held_otherwise[server][:_NAMED]) if held_otherwise else [],
             )
         )
     return records

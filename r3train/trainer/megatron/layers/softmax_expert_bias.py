@@ -23,8 +23,8 @@ class SoftmaxRouter(TopKRouter):
     def gating(self, input: torch.Tensor) -> torch.Tensor:
         """Return ln(p / (1 - p)) of each expert's probability p, float32[..., E]."""
         logits = super().gating(input).float()
-        others = -logits.softmax(-1).clamp(max=_BELOW_ONE)
-        return logits.log_softmax(-1) - others.log1p()
+        probabilities = logits.softmax(-1).clamp(max=_BELOW_ONE)
+        return logits.log_softmax(-1) - (-probabilities).log1p()
 
 
 overrides(
