@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from r3train.config import RunConfig
 from r3train.config.hf_facts import HfModelFacts
 from r3train.engine.publish import WeightPublisher
-from r3train.families import quantised_tensors
+from r3train.families import quantised_tensors, tensor_shapes
 from r3train.fp8_blocks import as_served
 from r3train.hf_checkpoint import WeightIndex
 from r3train.host_group import rank_zero_alone
@@ -25,11 +26,22 @@ from r3train.loop.recovery import FAILED, Recovery
 from r3train.loop.rollout_source import RolloutSource
 from r3train.loop.run_state import RunState
 
-# with fp8 every eighth layer is exported again and compared, another eighth at the next update
+# with fp8 every eighth layer is exported again and compared, another eighth at the next update; fewer of a model of
+# which an eighth is more than this
 _EXPORTED_AGAIN = 8
+_EXPORTED_AGAIN_BYTES = 8 << 30
 
 if TYPE_CHECKING:
     from r3train.trainer.megatron.actor import MegatronActor
+
+
+def compared_every(num_layers: int, num_bytes: int) -> int:
+    """Return n: of servers of fp8, whose layers are so many bytes, each nth layer is compared at an update.
+
+    >>> [compared_every(48, 30 << 30), compared_every(92, 350 << 30), compared_every(61, 670 << 30)]
+    [8, 44, 61]
+    """
+    return min(num_layers, max(_EXPORTED_AGAIN, -(-num_bytes // _EXPORTED_AGAIN_BYTES)))
 
 
 @dataclass(eq=False)
@@ -57,6 +69,9 @@ class WeightUpdate:
         self._export: Path | None = None  # on rank 0: written of the newest update, to compare with
         self._servers_hold_base = False  # with LoRA: all tensors without an adapter were sent
         self._quantised = quantised_tensors(self.hf) if self.config.serves_fp8 else frozenset()
+        shapes = tensor_shapes(self.hf) if self._quantised else {}
+        num_bytes = sum(math.prod(shapes[name]) for name in self._quantised)
+        self._compared_every = compared_every(self.hf.num_hidden_layers, num_bytes)
         in_parts = any(gather_json(self.sender is not None))
         in_memory = self.config.trainer.update_weight_transfer_mode == "shared_memory"
         self._gather_to = "rank_0" if not in_parts else "owners" if in_memory else "leaders"
@@ -223,9 +238,8 @@ class WeightUpdate:
 
     def _layers_again(self, weight_version: int) -> range:
         """Layer ids of which a second export is compared: a share of them, the next share at the next update."""
-        count = self.hf.num_hidden_layers
-        every = min(_EXPORTED_AGAIN, count)
-        return range(weight_version % every, count, every)
+        every = self._compared_every
+        return range(weight_version % every, self.hf.num_hidden_layers, every)
 
     def _check_parameters(self, weight_version: int) -> None:
         """--check-weight-update-equal, beyond the servers' checksums: every rank's parameters are those exported.

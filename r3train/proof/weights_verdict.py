@@ -10,8 +10,8 @@ in every dtype; rounding cannot make any of them:
 
 What was sent is told by the sum of its words, as servers store them: no update that rounding hides is taken for another.
 One tensor that the only server kept is told by SENT alone, which is read with --rollout-weights fp8: there rounding hides
-what canaries find elsewhere.  An update exports every eighth layer again, so that eight updates compare all.
-(``--check-weight-update-equal`` exports all, in every dtype.)
+what canaries find elsewhere.  An update exports every eighth layer again, so that eight updates compare all; of a
+large model fewer layers.  (``--check-weight-update-equal`` exports all, in every dtype.)
 """
 
 from __future__ import annotations

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+from types import SimpleNamespace
+
 import pytest
 from click.testing import CliRunner
 
@@ -89,6 +92,18 @@ def test_evidence_without_room_on_disk_is_known_before_it_is_written(kind, free,
     assert found.level == level and "of 2,000 steps on 64 ranks" in found.text
     if level == WARNING:
         assert found.remedy == {"calls": "--r3-evidence summed", "summed": "free room there"}[kind]
+
+
+@pytest.mark.parametrize(
+    "fields, level", [({}, OK), ({"bf16": True, "rollout_weights": "fp8"}, PROBLEM)]
+)
+def test_the_run_directory_has_room_for_the_checkpoint_of_servers_of_fp8(
+    fields, level, tiny, monkeypatch
+):
+    monkeypatch.setattr(memory, "served_bytes", lambda config, model: 2 * GIB)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=GIB))
+    (found,) = of(diagnose(config_of(tiny, **fields), 2), "run directory")
+    assert found.level == level
 
 
 def rank_of(gib: float) -> StageRanks:
