@@ -13,7 +13,6 @@ import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from r3train.config.sources import FILE_FIELD, flag_name, MOST_SHOWN, Place, places, plain
@@ -49,15 +48,10 @@ def shown(value: Any) -> str:
     return str(value).removesuffix(".0") if isinstance(value, float) else plain(str(value))
 
 
-@cache
-def _places(config: type[RunConfig]) -> dict[str, Place]:
-    return places(config)
-
-
 def value_of(run: RunConfig, name: str) -> Any:
     """Return the value of a field, of a table's entry (None: not set), or of a property of RunConfig."""
     name, _, key = name.partition(".")
-    place = _places(type(run)).get(name)
+    place = places(type(run)).get(name)
     value = getattr(run if place is None else getattr(run, place.section), name)
     return value.get(key) if key else value
 

@@ -7,6 +7,7 @@ import re
 import unicodedata
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -88,6 +89,7 @@ def flag_name(field: str) -> str:
     return "--" + field.replace("_", "-")
 
 
+@cache
 def places(config: type[RunConfig]) -> dict[str, Place]:
     """Map each field's name to its place; names are unique over all sections."""
     found: dict[str, Place] = {}
