@@ -4,13 +4,13 @@
         --use-rollout-routing-replay --enable-r3-correctness-check
 
 For torchrun and Slurm; on one machine ``r3train train`` starts the same ranks.  The program is
-r3train/launch/train.py.
+r3train/launch/start/train.py.
 """
 
 from __future__ import annotations
 
 try:
-    from r3train.launch.train import as_rank, main
+    from r3train.launch.start.train import as_rank, main
 except ModuleNotFoundError as error:
     if error.name != "click":
         raise

@@ -14,7 +14,7 @@ from typing import Any, TYPE_CHECKING
 
 if TYPE_CHECKING:
     from r3train.config import RunConfig as RunConfig
-    from r3train.launch.start_ranks import train as train
+    from r3train.launch.start.start_ranks import train as train
     from r3train.types import (
         Prompt as Prompt,
         RolloutSample as RolloutSample,
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "RunConfig": "r3train.config",
-    "train": "r3train.launch.start_ranks",
+    "train": "r3train.launch.start.start_ranks",
     "Prompt": "r3train.types",
     "RolloutSample": "r3train.types",
     "TrainSample": "r3train.types",

@@ -18,7 +18,7 @@ from r3train.cpu.torchvision_stub import declare_ops_for_imports
 # that --help needs neither torch nor transformers
 SUBCOMMANDS = {
     "train": (
-        "r3train.launch.start_ranks:train_command",
+        "r3train.launch.start.start_ranks:train_command",
         "Train: start the ranks of this machine.",
     ),
     "recipes": (
@@ -38,19 +38,19 @@ SUBCOMMANDS = {
         "Write a tiny random Qwen3-MoE checkpoint and a task that it can learn.",
     ),
     "serve": (
-        "r3train.launch.serve:serve",
+        "r3train.commands.serve:serve",
         "Run one SGLang server as a configuration asks, for trainers on other nodes.",
     ),
     "eval": (
-        "r3train.launch.eval_command:evaluate_command",
+        "r3train.commands.eval_command:evaluate_command",
         "Evaluate a checkpoint on the evaluation sets of a configuration, without training.",
     ),
     "convert": (
-        "r3train.launch.convert:convert",
+        "r3train.commands.convert:convert",
         "Write the weights of a run's checkpoint as a Hugging Face checkpoint.",
     ),
     "agent-check": (
-        "r3train.launch.agent_check:agent_check",
+        "r3train.commands.agent_check:agent_check",
         "Play one session of an agent's command against a scripted model, without a server.",
     ),
     "doctor": (
@@ -58,7 +58,7 @@ SUBCOMMANDS = {
         "Check this machine for faults that would stop a run of this configuration.",
     ),
     "estimate": (
-        "r3train.launch.estimate_command:estimate",
+        "r3train.commands.estimate_command:estimate",
         "Say what a recipe will hold, and which topologies fit, from config.json alone.",
     ),
     "check-evidence": (
@@ -70,7 +70,7 @@ SUBCOMMANDS = {
         "Compare replay with two oracles in every topology; also with planted bugs.",
     ),
     "compare": (
-        "r3train.launch.compare_runs:compare",
+        "r3train.commands.compare_runs:compare",
         "Say where two runs first differ: setting, metric, token, agreement by layer.",
     ),
     "report": (

@@ -16,7 +16,7 @@ from typing import Any
 
 from r3train.patches import patch
 
-_PROGRAM, _MODULE = Path(__file__).parents[1] / "train_async.py", "r3train.launch.train"
+_PROGRAM, _MODULE = Path(__file__).parents[1] / "train_async.py", "r3train.launch.start.train"
 _USAGE_ERROR = 2
 
 

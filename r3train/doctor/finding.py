@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from r3train.launch.estimate import amount
+from r3train.launch.estimate.memory_use import amount
 
 OK, FACT, WARNING, PROBLEM = "ok", "fact", "warning", "problem"
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from r3train.engine.refusals import SGLANG_RELEASE
 from r3train.doctor.finding import Finding, Findings, fact, ok, problem, room, warning
-from r3train.launch.estimate import amount
-from r3train.launch.limits import (
+from r3train.launch.estimate.memory_use import amount
+from r3train.launch.job.limits import (
     Lack,
     SHARED_MEMORY,
     little_shared_memory,

@@ -15,7 +15,7 @@ from r3train.config.hf_facts import read_hf_facts
 from r3train.doctor.finding import Findings, ok, problem, room, warning
 from r3train.doctor.machine import Node, check_disk, existing_parent
 from r3train.families.checks import check_family
-from r3train.launch.estimate import (
+from r3train.launch.estimate.memory_use import (
     Model,
     StageRanks,
     amount,
@@ -29,7 +29,7 @@ from r3train.launch.estimate import (
     value_bytes,
 )
 from r3train.launch.gpus import server_gpus
-from r3train.launch.topology_search import MARGIN
+from r3train.launch.estimate.topology_search import MARGIN
 
 _HOST_MARGIN = 2 << 30
 

@@ -10,8 +10,8 @@ from r3train.config.hf_facts import HfModelFacts
 from r3train.doctor.finding import Findings, fact, ok, problem, warning
 from r3train.engine.control import EngineControl
 from r3train.engine.key import engine_api_key
-from r3train.launch.job import JobWarning
-from r3train.launch.preflight import PreflightError, preflight
+from r3train.launch.job.checked_job import JobWarning
+from r3train.launch.job.preflight import PreflightError, preflight
 
 
 def check_job(config: RunConfig, world_size: int) -> Findings:

@@ -1,1 +1,1 @@
-"""Parts from a configuration: layer 5, where the names of both engines meet."""
+"""Start of a job: what it reads and checks (``job``), how it runs (``start``), what it will hold (``estimate``)."""

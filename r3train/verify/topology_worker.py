@@ -43,9 +43,9 @@ from r3train.config.replay_settings import ReplaySection  # noqa: E402
 from r3train.config.rollout_settings import RolloutSection  # noqa: E402
 from r3train.config.trainer_settings import TrainerSection  # noqa: E402
 from r3train.host_group import host_group  # noqa: E402
-from r3train.launch.build_actor import build_actor  # noqa: E402
-from r3train.launch.job import Job  # noqa: E402
-from r3train.launch.resume import ResumePoint  # noqa: E402
+from r3train.launch.start.build_actor import build_actor  # noqa: E402
+from r3train.launch.job.checked_job import Job  # noqa: E402
+from r3train.launch.job.resume import ResumePoint  # noqa: E402
 from r3train.loop.prepare import Plant, prepare  # noqa: E402
 from r3train.loop.route_transport import RoutesOnRank0  # noqa: E402
 from r3train.loop.distribute import broadcast_json, gather_json, gather_topologies  # noqa: E402

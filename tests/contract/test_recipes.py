@@ -20,7 +20,7 @@ from r3train.doctor.machine import Node
 from r3train.doctor.memory import check_gpus
 from r3train.hf_checkpoint import read_headers
 from r3train.families.published import PUBLISHED
-from r3train.launch.estimate import (
+from r3train.launch.estimate.memory_use import (
     estimate_server,
     gpus_in_words,
     longest_sample,
@@ -28,11 +28,11 @@ from r3train.launch.estimate import (
     ServerEstimate,
     stages,
 )
-from r3train.launch.estimate_command import find_model
+from r3train.launch.estimate.estimate_lines import find_model
 from r3train.launch.gpus import server_size
-from r3train.launch.preflight import PreflightError, preflight
-from r3train.launch.step_time import step_time, StepTime
-from r3train.launch.topology_search import fullest_rank, MARGIN
+from r3train.launch.job.preflight import PreflightError, preflight
+from r3train.launch.estimate.step_time import step_time, StepTime
+from r3train.launch.estimate.topology_search import fullest_rank, MARGIN
 from r3train.verify.tiny import TinyOptions, build
 from tests.published import CONFIGS, RECIPES, Recipe, write_checkpoint
 

@@ -28,7 +28,7 @@ import train_async
 from r3train.cli import SUBCOMMANDS, main
 from r3train.engine.key import ENGINE_KEY_VARIABLE
 from r3train.engine.server import free_port
-from r3train.launch.start_ranks import train_command
+from r3train.launch.start.start_ranks import train_command
 from tests.e2e import checkouts, docs_commands, jobs
 from tests.e2e.docs_commands import PAGES, Kind
 

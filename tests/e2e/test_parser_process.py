@@ -18,7 +18,7 @@ from r3train.config.hf_facts import read_hf_facts
 from r3train.data.tokenizer import load_tokenizer
 from r3train.engine import parser_process
 from r3train.engine.parser_process import Parser, within_limit
-from r3train.launch.agents import make_agents
+from r3train.launch.job.agents import make_agents
 from r3train.verify.tiny import build, TinyOptions
 from tests.e2e.tool_calculator import use_template
 from tests.unit.agents.scripted import until

@@ -25,7 +25,7 @@ def test_a_rank_starts_without_the_tracker_that_megatrons_inference_imports():
 import sys
 from r3train.cpu.device import prepare_device
 prepare_device()
-import r3train.launch.build_actor
+import r3train.launch.start.build_actor
 print("wandb" in sys.modules)
 import wandb
 print(wandb.__name__)

@@ -54,7 +54,9 @@ def test_a_rank_that_dies_ends_both_machines(tmp_path, tiny_flags, engine):
     flags = [*tiny_flags, "--num-rollout", "100000", "--rollout-external-engine-addrs", engine]
     with machines(run_dir, *flags) as launchers:
         wait_for(lambda: steps_done(run_dir) >= 1, launchers[0], run_dir)
-        (rank,) = [p for p in launchers[1].children() if "r3train.launch.train" in p.cmdline()]
+        (rank,) = [
+            p for p in launchers[1].children() if "r3train.launch.start.train" in p.cmdline()
+        ]
         rank.kill()
         assert 0 not in [launcher.wait(timeout=300) for launcher in launchers], output(run_dir)
     assert "was ended by SIGKILL" in (tmp_path / "machine_1.txt").read_text()

@@ -33,11 +33,11 @@ from r3train.config.trainer_settings import TrainerSection  # noqa: E402
 from r3train.engine.backend import EngineError  # noqa: E402
 from r3train.engine.server import SGLangServer  # noqa: E402
 from r3train.host_group import join_ranks  # noqa: E402
-from r3train.launch.build_actor import build_actor  # noqa: E402
-from r3train.launch.engines import Engines  # noqa: E402
-from r3train.launch.job import Job  # noqa: E402
-from r3train.launch.resume import ResumePoint  # noqa: E402
-from r3train.launch.build_routes import build_routes  # noqa: E402
+from r3train.launch.start.build_actor import build_actor  # noqa: E402
+from r3train.launch.start.engines import Engines  # noqa: E402
+from r3train.launch.job.checked_job import Job  # noqa: E402
+from r3train.launch.job.resume import ResumePoint  # noqa: E402
+from r3train.launch.start.build_routes import build_routes  # noqa: E402
 from r3train.loop.async_loop import AsyncLoop  # noqa: E402
 from r3train.loop.canaries import Canaries, NotServed  # noqa: E402
 from r3train.loop.run_evaluations import Evaluations  # noqa: E402

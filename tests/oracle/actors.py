@@ -119,9 +119,9 @@ def actor_of(
 ) -> Iterator[Any]:
     """Build this rank's actor as a job does, resumed from ``checkpoint``; it ends with the context."""
     from r3train.config.hf_facts import read_hf_facts
-    from r3train.launch.build_actor import build_actor
-    from r3train.launch.job import Job
-    from r3train.launch.resume import ResumePoint
+    from r3train.launch.start.build_actor import build_actor
+    from r3train.launch.job.checked_job import Job
+    from r3train.launch.job.resume import ResumePoint
     from r3train.verify.topology_worker import drop_gradient_hooks, leave_model_parallel
 
     hf = read_hf_facts(config.model.hf_checkpoint)
@@ -211,7 +211,7 @@ def slices_of(
     actor: Any, config: RunConfig, hf: HfModelFacts, batch: Sequence[TrainSample]
 ) -> tuple[list[RankSlice], list[list[list[int]]]]:
     """This rank's slices of one optimizer step, and the sample ids of [dp rank][microbatch]."""
-    from r3train.launch.build_routes import build_routes
+    from r3train.launch.start.build_routes import build_routes
     from r3train.loop.prepare import prepare
     from r3train.loop.distribute import broadcast_json, gather_topologies
 

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from r3train.cpu import device as cpu_device
-from r3train.launch import limits
+from r3train.launch.job import limits
 from train_async import main
 
 DEVICE = torch.device("cpu", 0)

@@ -37,7 +37,7 @@ from r3train.config.hf_facts import read_hf_facts
 from r3train.cpu.torchvision_stub import declare_torchvision_ops
 from r3train.engine.server import SGLangServer
 from r3train.launch.gpus import served_gpus
-from r3train.launch.local_servers import build_server, _server_args
+from r3train.launch.start.local_servers import build_server, _server_args
 from tests.published import MOE_RECIPES, Recipe, write_config
 
 declare_torchvision_ops()  # before SGLang imports transformers

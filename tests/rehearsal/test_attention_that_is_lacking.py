@@ -14,7 +14,7 @@ import torch
 
 from r3train.config import RunConfig
 from r3train.cpu import device as cpu_device
-from r3train.launch import preflight
+from r3train.launch.job import preflight
 from r3train.verify.topologies import TOPOLOGIES
 from r3train.verify.verifier import Verifier
 from tests.published import RECIPES

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from r3train.launch import train as train_program
+from r3train.launch.start import train as train_program
 from r3train.config.model_settings import ModelSection
 from r3train.config.parallel_settings import ParallelSection
 from r3train.cpu.device import prepare_device
@@ -19,7 +19,7 @@ from r3train.cuda_environment import NCCL_DEFAULTS, RANK_DEFAULTS
 from r3train.launch.gpus import gpus_here
 from r3train.engine import publish
 from r3train.engine.server import SGLangServer
-from r3train.launch import engines, last_words
+from r3train.launch.start import engines, last_words
 from r3train.loop import distribute
 from r3train.observe import logging_setup
 

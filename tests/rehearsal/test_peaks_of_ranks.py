@@ -13,7 +13,7 @@ import pytest
 from r3train.config import RunConfig
 from r3train.config.hf_facts import read_hf_facts
 from r3train.families.published import PUBLISHED
-from r3train.launch import estimate
+from r3train.launch.estimate import memory_use
 from tests.published import RECIPES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -73,8 +73,8 @@ def ratios(counted: dict[str, list[dict[str, int]]]) -> list[float]:
     for file, ranks, settings in CASES:
         (recipe,) = (recipe for recipe in RECIPES if recipe.file == file)
         config = RunConfig.from_toml(recipe.path, settings)
-        model = estimate.Model(read_hf_facts(PUBLISHED / recipe.model))
-        stages = estimate.stages(config, model, recipe.num_gpus)
+        model = memory_use.Model(read_hf_facts(PUBLISHED / recipe.model))
+        stages = memory_use.stages(config, model, recipe.num_gpus)
         for rank in counted[word(file, ranks, settings)]:
             paper = stages[rank["stage"]]
             assert rank["rank"] in paper.ranks and rank["step"] < rank["passes"]

@@ -14,8 +14,8 @@ from r3train.config import RunConfig
 from r3train.config.hf_facts import HfModelFacts, read_hf_facts
 from r3train.families import tensor_names
 from r3train.families.published import PUBLISHED
-from r3train.launch import estimate
-from r3train.launch.estimate import Model, StageRanks, stages
+from r3train.launch.estimate import memory_use
+from r3train.launch.estimate.memory_use import Model, StageRanks, stages
 from tests.published import RECIPES, Recipe, write_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -128,7 +128,7 @@ def test_a_step_of_the_optimizer_makes_less_in_passing_than_a_microbatch(first_r
 @pytest.mark.parametrize("wrong", [(2, 0, 2), (0, 2, 0), (0, 0, 4)])
 def test_wrong_bytes_of_a_parameter_are_seen(wrong, first_ranks, monkeypatch):
     """Of its gradient, of its state, and of its state on the host."""
-    rule = estimate.optimizer_bytes
+    rule = memory_use.optimizer_bytes
     monkeypatch.setattr(
         estimate, "optimizer_bytes", lambda *given: [a + b for a, b in zip(rule(*given), wrong)]
     )

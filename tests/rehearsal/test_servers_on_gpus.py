@@ -19,7 +19,7 @@ from r3train.config.hf_facts import read_hf_facts
 from r3train.doctor.finding import OK
 from r3train.doctor.kernels import CARDS as CARD_NAMES, check_tuned_experts, served_experts
 from r3train.families.published import PUBLISHED
-from r3train.launch.estimate import server_fraction
+from r3train.launch.estimate.memory_use import server_fraction
 from r3train.engine.refusals import UNRECORDED_BACKENDS
 from tests.published import MOE_RECIPES
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from r3train.config.agent_settings import AgentSection
-from r3train.launch.engines import Engines
+from r3train.launch.start.engines import Engines
 from r3train.loop.route_transport import RoutesOnRank0
 from r3train.engine.server import SGLangServer
 

@@ -15,7 +15,7 @@ from aiohttp import web
 from r3train.agents.http import Access, ChatEndpoint
 from r3train.chat.base import ChatRefused
 from r3train.config.agent_settings import AgentSection
-from r3train.launch.agents import make_chat_endpoint
+from r3train.launch.job.agents import make_chat_endpoint
 from tests.unit.agents.scripted import TOOL, Script, opened, until
 
 _ASK = [{"role": "user", "content": "hi"}]

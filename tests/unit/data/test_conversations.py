@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from r3train.config.data_settings import DataSection, PromptFile
 from r3train.data.conversations import load_conversations
-from r3train.launch.read_data import check_longest_conversation
+from r3train.launch.job.read_data import check_longest_conversation
 from tests.unit.config.test_config import config
 
 # a turn is its role, its words and an end; the assistant's begins like the words that ask for it

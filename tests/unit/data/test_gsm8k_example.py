@@ -20,7 +20,7 @@ from r3train.config import RunConfig
 from r3train.config.data_settings import PromptFile
 from r3train.data import load_prompts
 from r3train.data.tokenizer import load_tokenizer
-from r3train.launch.preflight import preflight
+from r3train.launch.job.preflight import preflight
 
 ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "examples/gsm8k"

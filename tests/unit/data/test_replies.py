@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from r3train.config import RunConfig
 from r3train.config.data_settings import DataSection
 from r3train.data.templates import ChatTemplate
-from r3train.launch.read_data import check_tools
+from r3train.launch.job.read_data import check_tools
 
 SPECIAL = ["<|user|>", "<|observation|>", "<|assistant|>", "<|start|>", "<|end|>", "<|call|>"]
 # the next message's role ends an answer: the model stops with it

@@ -21,7 +21,7 @@ from click.testing import CliRunner
 from r3train.cli import main
 from r3train.doctor import doctor_command, machine
 from r3train.doctor.finding import FACT, OK, PROBLEM, WARNING, Finding, room
-from r3train.launch.preflight import preflight, PreflightError
+from r3train.launch.job.preflight import preflight, PreflightError
 from tests.unit.config.test_config import config
 from tests.unit.doctor_setups import ROOT, config_of, diagnose, worries
 from tests.unit.fake_engine_server import Fake

@@ -14,7 +14,7 @@ from r3train.doctor import doctor_command, memory
 from r3train.doctor.machine import Node
 from r3train.doctor.finding import OK, PROBLEM, WARNING, Finding
 from r3train.families.published import PUBLISHED
-from r3train.launch.estimate import (
+from r3train.launch.estimate.memory_use import (
     Held,
     host_bytes,
     Model,

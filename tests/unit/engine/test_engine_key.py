@@ -18,8 +18,8 @@ from click.testing import CliRunner
 from tests.unit.config.test_config import config
 from tests.unit.fake_engine_server import Fake, client_of, one
 
-from r3train.launch.preflight import check_external_server
-from r3train.launch.serve import serve
+from r3train.launch.job.preflight import check_external_server
+from r3train.commands.serve import serve
 from r3train.engine import launch_server, server as sglang_server
 from r3train.engine.backend import EngineError
 from r3train.engine.key import ENGINE_KEY_VARIABLE, engine_api_key

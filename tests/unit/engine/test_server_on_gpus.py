@@ -13,7 +13,7 @@ from r3train.config import RunConfig
 from r3train.engine.key import ENGINE_KEY_VARIABLE
 from r3train.engine.refusals import UNRECORDED_BACKENDS
 from r3train.engine.server import SGLangServer
-from r3train.launch.local_servers import build_server
+from r3train.launch.start.local_servers import build_server
 from tests.unit.hf_model import facts
 
 RECIPE = Path(__file__).parents[3] / "configs/qwen3_30b_a3b_one_node.toml"

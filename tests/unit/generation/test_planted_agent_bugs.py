@@ -40,7 +40,7 @@ from r3train.config import RunConfig
 from r3train.data.templates import ChatTemplate
 from r3train.engine.backend import SamplingParams
 from r3train.generation import agent_episode, rollout_task, sessions, stitch
-from r3train.launch import agents
+from r3train.launch.job import agents
 from r3train.proof import custody_verdict
 
 

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from tests.e2e.tool_calculator import use_template
 
 from r3train.cli import main
-from r3train.launch.agents import fitting
+from r3train.launch.job.agents import fitting
 from r3train.verify.tiny import build, TinyOptions
 
 SOUND = """

@@ -29,7 +29,7 @@ from r3train.engine.backend import SamplingParams, Segment
 from r3train.generation import stitch
 from r3train.generation.agent_episode import AgentEpisode
 from r3train.generation.sessions import Session
-from r3train.launch.agents import (
+from r3train.launch.job.agents import (
     check_command,
     make_agents,
     make_parser,
@@ -37,7 +37,7 @@ from r3train.launch.agents import (
     runner,
     session_settings,
 )
-from r3train.launch.estimate import longest_sample
+from r3train.launch.estimate.memory_use import longest_sample
 from r3train.loop.step_metrics import agent_metrics, shared_failure
 from r3train.observe.metric_table import row_of
 from r3train.types import Prompt

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from r3train.cli import main
 from r3train.config.options import parse_train_flags
-from r3train.launch.resume import adapter_facts
+from r3train.launch.job.resume import adapter_facts
 from r3train.trainer.megatron.saved_state import LATEST, STATE
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -10,9 +10,9 @@ import pytest
 from r3train.config.hf_facts import read_hf_facts
 from r3train.families import tensor_shapes
 from r3train.families.published import PUBLISHED, published_names
-from r3train.launch import estimate
-from r3train.launch.estimate import Model, estimate_server, layer_bytes, stages
-from r3train.launch.topology_search import search
+from r3train.launch.estimate import memory_use
+from r3train.launch.estimate.memory_use import Model, estimate_server, layer_bytes, stages
+from r3train.launch.estimate.topology_search import search
 from r3train.verify.tiny import build
 from r3train.families.tiny_options import TinyOptions
 from tests.unit.doctor_setups import config_of
@@ -123,10 +123,10 @@ def test_the_estimate_follows_the_optimizers_overrides(
 
 def test_logits_are_counted_by_chunks(tiny):
     settings = dict(bf16=True, max_tokens_per_gpu=20480, tensor_model_parallel_size=4)
-    chunked = estimate.logits_bytes(config_of(tiny, **settings), 151936)
+    chunked = memory_use.logits_bytes(config_of(tiny, **settings), 151936)
     # counted by tests/rehearsal/loss_memory.py
     assert chunked == pytest.approx(2179576844, rel=1e-3)
-    whole = estimate.logits_bytes(config_of(tiny, log_probs_chunk_size=-1, **settings), 151936)
+    whole = memory_use.logits_bytes(config_of(tiny, log_probs_chunk_size=-1, **settings), 151936)
     assert whole == pytest.approx(20480 * 151936 / 4 * 18)
 
 
@@ -150,7 +150,7 @@ def test_lora_trains_the_adapters_and_keeps_the_weights_only(tiny):
     whole = (total.split + total.whole + total.expert / 2) * 4
     assert stage.held.rank == whole + adapters
     assert stage.held.reference == 0  # the adapters switched off
-    checkpoint = estimate.training_checkpoint_bytes(config, model)
+    checkpoint = memory_use.training_checkpoint_bytes(config, model)
     assert checkpoint == total.adapters * (4 + 8)
     without = config_of(tiny, lora_rank=8, exclude_modules=["experts", "layers.0"]).lora
     left = Model(model.hf, without).total
@@ -266,8 +266,8 @@ def test_a_pool_of_latent_attention_is_whole_on_every_gpu(tiny):
 def test_the_longest_sample_ends_with_the_context(tiny, model):
     config = config_of(tiny, rollout_max_context_len=None, rollout_max_response_len=50)
     context = model.hf.max_position_embeddings
-    assert estimate.longest_sample(config, model.hf, 100) == 150
-    assert estimate.longest_sample(config, model.hf, context) == context
+    assert memory_use.longest_sample(config, model.hf, 100) == 150
+    assert memory_use.longest_sample(config, model.hf, context) == context
     server = estimate_server(config, model, 80e9, context)
     assert server.needed_tokens == config.rollout.most_in_flight * context
 
@@ -275,7 +275,7 @@ def test_the_longest_sample_ends_with_the_context(tiny, model):
 def test_routes_are_a_byte_a_slot(tiny, model):
     """4 layers of top 2, 67 rows of 68 tokens, 128 samples."""
     config = config_of(tiny, rollout_max_context_len=101, rollout_max_prompt_len=60)
-    text = estimate.route_text(config, model.hf)
+    text = memory_use.route_text(config, model.hf)
     assert "8 B per token; a sample of 68 tokens 536 B" in text and "at most 67.0 KiB" in text
 
 
@@ -291,12 +291,12 @@ def test_the_evidence_of_a_cluster_run_is_known_before_it_is_written(tiny, qwen3
         rollout_max_response_len=500,
     )
     calls, summed = (
-        estimate.evidence_text(config_of(tiny, r3_evidence=e, **given), qwen3.hf, 64)
+        memory_use.evidence_text(config_of(tiny, r3_evidence=e, **given), qwen3.hf, 64)
         for e in ("calls", "summed")
     )
     assert summed == "about 1021.8 MiB of 2,000 steps on 64 ranks, summed"
     assert "at most 34.6 GiB of 2,000 steps" in calls
     assert calls.endswith("; 1021.8 MiB with --r3-evidence summed")
     tenth = config_of(tiny, r3_check_interval=10, r3_evidence="summed", **given)
-    text = estimate.evidence_text(tenth, qwen3.hf, 64)
+    text = memory_use.evidence_text(tenth, qwen3.hf, 64)
     assert "of 209 steps on 64 ranks" in text  # 10 at first, and 199 after them

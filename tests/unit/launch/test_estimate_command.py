@@ -17,10 +17,10 @@ from r3train.config import RunConfig
 from r3train.config.hf_facts import read_hf_facts
 from r3train.config.options import parse_train_flags
 from r3train.families.published import PUBLISHED
-from r3train.launch import estimate_command, topology_search
-from r3train.launch.estimate import Model
+from r3train.launch.estimate import estimate_lines, topology_search
+from r3train.launch.estimate.memory_use import Model
 from r3train.config.recipes import recipe_path
-from r3train.launch.topology_search import fullest_rank, search
+from r3train.launch.estimate.topology_search import fullest_rank, search
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -84,7 +84,7 @@ def test_seconds_of_a_step_stand_by_parts_and_for_every_topology_with_its_flags(
         flags = output.partition(f"\n{name}: ")[2].splitlines()[1].split()
         given = ["--config", str(recipe_path(words[0])), *flags]
         config = parse_train_flags(given, prog_name="train")
-        model, _ = estimate_command.find_model(config)
+        model, _ = estimate_lines.find_model(config)
         assert fullest_rank(config, model, 8).name == name
 
 
@@ -116,7 +116,7 @@ def test_the_command_to_go_on_with_makes_the_topology_that_is_recommended(words,
     given = ["--config", str(recipe_path(words[0])), *words[3:]]
     config = parse_train_flags(given, prog_name="estimate")
     assert pasted.run.dry_run and pasted.run.world_size
-    model, _ = estimate_command.find_model(pasted)
+    model, _ = estimate_lines.find_model(pasted)
     again = fullest_rank(pasted, model, pasted.run.world_size)
     assert again.name == name
     most = 0.9 * 80e9

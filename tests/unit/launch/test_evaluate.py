@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 from r3train.cli import main
 from r3train.config.options import parse_train_flags
-from r3train.launch.eval_command import with_defaults
+from r3train.commands.eval_command import with_defaults
 from r3train.observe.metrics import read_evaluations
 from tests.unit.fake_engine_server import Fake, answer_to
 
@@ -152,7 +152,7 @@ def test_an_evaluation_does_not_wait_for_restarts_that_only_training_makes(tmp_p
 
 
 async def test_an_evaluation_warns_of_programs_and_refuses_trackers(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr("r3train.launch.preflight.isolation", lambda: ())
+    monkeypatch.setattr("r3train.launch.job.preflight.isolation", lambda: ())
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"input": "cat", "label": ["assert f(1) == 2"]}) + "\n")
     flags = ("--eval-prompt-data", "a", str(path), "--rm-type", "boxed_code")

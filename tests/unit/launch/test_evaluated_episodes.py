@@ -10,9 +10,9 @@ from r3train.config.hf_facts import read_hf_facts
 from r3train.config.options import parse_train_flags
 from r3train.engine.backend import SamplingParams
 from r3train.environments import StepResult
-from r3train.launch.engines import Engines
-from r3train.launch.eval_command import with_defaults
-from r3train.launch.preflight import preflight_evaluation
+from r3train.launch.start.engines import Engines
+from r3train.commands.eval_command import with_defaults
+from r3train.launch.job.preflight import preflight_evaluation
 from r3train.loop.route_transport import RoutesOnRank0
 from r3train.observe.console import RunDisplay
 from r3train.observe.metrics import read_evaluations

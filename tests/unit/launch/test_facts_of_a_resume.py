@@ -13,8 +13,8 @@ from tests.unit.loop.test_rollout_file import scored
 from r3train.config import RunConfig
 from r3train.config.options import parse_train_flags
 from r3train.verify.tiny import TinyOptions, build
-from r3train.launch.preflight import preflight
-from r3train.launch.resume import resume_point, run_facts
+from r3train.launch.job.preflight import preflight
+from r3train.launch.job.resume import resume_point, run_facts
 from r3train.loop.rollout_file import BUFFER_FILE, write_samples
 
 LINES = [{"input": "cat " * n, "label": "cat"} for n in (1, 2, 3, 12)]

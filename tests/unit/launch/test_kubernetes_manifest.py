@@ -13,8 +13,8 @@ from pydantic import ValidationError
 
 from r3train.config.cross_checks import check_static
 from r3train.config.options import parse_train_flags
-from r3train.launch.serve import serve
-from r3train.launch.start_ranks import _OPTIONS, without
+from r3train.commands.serve import serve
+from r3train.launch.start.start_ranks import _OPTIONS, without
 
 MANIFEST = Path(__file__).resolve().parents[3] / "examples/kubernetes/jobset.yaml"
 

@@ -13,8 +13,8 @@ import pytest
 from rich.console import Console
 from torch.distributed import HashStore
 
-from r3train.launch import last_words
-from r3train.launch.last_words import LastWords, no_space
+from r3train.launch.start import last_words
+from r3train.launch.start.last_words import LastWords, no_space
 from r3train.observe.console import RunDisplay
 
 

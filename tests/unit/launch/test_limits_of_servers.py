@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from r3train.config import RunConfig
-from r3train.launch import engines
+from r3train.launch.start import engines
 from r3train.loop.route_transport import RoutesOnRank0
 from r3train.observe.console import RunDisplay
 from r3train.types import RouteShape

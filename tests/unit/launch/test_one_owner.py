@@ -17,7 +17,7 @@ import pytest
 from r3train.config.options import train_options
 from r3train.doctor.finding import PROBLEM, WARNING
 from r3train.doctor.model_checks import check_job
-from r3train.launch.run_dir import (
+from r3train.launch.job.run_dir import (
     claim_directories,
     open_run_dir,
     OWNER_FILE,
@@ -29,7 +29,7 @@ HOLDER = """
 import sys, time
 from contextlib import ExitStack
 from r3train.config.options import train_options
-from r3train.launch.run_dir import claim_directories
+from r3train.launch.job.run_dir import claim_directories
 
 config = train_options(lambda config: config).main(sys.argv[1:], standalone_mode=False)
 with ExitStack() as claims:

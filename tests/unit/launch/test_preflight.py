@@ -23,17 +23,17 @@ from aiohttp import web
 from click.testing import CliRunner
 
 import train_async
-from r3train.launch import train as train_program
+from r3train.launch.start import train as train_program
 from r3train.cli import main
 from r3train.config.hf_facts import EXPERT_KEYS, read_hf_facts
 from r3train.config.options import parse_train_flags
 from r3train.data.tokenizer import load_tokenizer
 from r3train.hf_checkpoint import identity
-from r3train.launch.other_models import check_other_model, served_teacher
-from r3train.launch import preflight as preflight_module
-from r3train.launch.preflight import check_class, check_linear_kernels, check_sinks, preflight
-from r3train.launch.limits import server_ports
-from r3train.launch.resume import resume_point, run_facts
+from r3train.launch.job.other_models import check_other_model, served_teacher
+from r3train.launch.job import preflight as preflight_module
+from r3train.launch.job.preflight import check_class, check_linear_kernels, check_sinks, preflight
+from r3train.launch.job.limits import server_ports
+from r3train.launch.job.resume import resume_point, run_facts
 from r3train.verify.tiny import build
 from r3train.families.published import PUBLISHED, published_names
 from r3train.families.tiny_options import TinyOptions
@@ -184,7 +184,7 @@ def start(self):
     print("a server starts, torch is imported:", "torch" in sys.modules, flush=True)
     sys.exit(0)
 SGLangServer.start = start
-from r3train.launch import train
+from r3train.launch.start import train
 train.run = lambda *_: print("ranks join")
 train.main(sys.argv[1:])
 """
@@ -225,12 +225,12 @@ def test_a_nodes_first_rank_alone_reads_the_data(tiny, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="was trained on prompts of another content"):
         preflight(config, 2)
     for name in ("read_data.load_prompts", "preflight.load_tokenizer", "preflight.check_trainable"):
-        monkeypatch.setattr(f"r3train.launch.{name}", lambda *_, **__: 1 / 0)
+        monkeypatch.setattr(f"r3train.launch.job.{name}", lambda *_, **__: 1 / 0)
     job = preflight(config, 2, for_node=False)
     assert job.prompts == [] and resume_point(job).start_rollout_id == 3 and run_facts(job) == {}
     job.close()
     number = {"RANK": "2", "LOCAL_RANK": "1"}
-    monkeypatch.setattr("r3train.launch.train.run", lambda *_: 7)
+    monkeypatch.setattr("r3train.launch.start.train.run", lambda *_: 7)
     other = start(tiny, world_size=4, environment=number)
     assert other.exit_code == 7, other.output
     first = start(tiny, world_size=4, environment=number | {"LOCAL_RANK": "0"})
@@ -726,7 +726,7 @@ def test_an_export_is_refused_where_its_place_can_be_written_and_the_one_beside_
     """It is written next to its place and renamed."""
     tried = []
     monkeypatch.setattr(
-        "r3train.launch.run_dir.tempfile.TemporaryFile",
+        "r3train.launch.job.run_dir.tempfile.TemporaryFile",
         lambda dir: tried.append(dir) or contextlib.nullcontext(),
     )
     (tmp_path / "hf").mkdir()
@@ -775,7 +775,7 @@ def test_the_check_without_the_switch_is_a_warning_of_the_dry_run_too(tiny):
 def test_programs_that_have_the_network_are_a_warning(
     flags, row, warns, tiny, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("r3train.launch.preflight.isolation", lambda: ())
+    monkeypatch.setattr("r3train.launch.job.preflight.isolation", lambda: ())
     prompts = with_prompts(tiny, tmp_path, {"input": "cat", "label": ["assert f(1) == 2"]} | row)
     result = start(tiny, "--dry-run", *prompts, *flags)
     assert result.exit_code == 0, result.output
@@ -1015,7 +1015,7 @@ def test_ports_and_descriptors_that_a_start_lacks_are_found_before_it(tiny, monk
         assert not server_ports(parse_train_flags([*RECIPE, *served], prog_name="train_async.py"))[
             1
         ]
-    monkeypatch.setattr("r3train.launch.limits.resource.getrlimit", lambda _: (256, 256))
+    monkeypatch.setattr("r3train.launch.job.limits.resource.getrlimit", lambda _: (256, 256))
     flags = ("--sglang-port", str(port), "--rollout-max-concurrency", "100")
     refused, said = start(tiny, *flags), "100 requests in flight and the rest need about 300 open"
     assert refused.exit_code == 2 and f"Error: {said} files" in words(refused)
@@ -1032,7 +1032,7 @@ def test_ports_and_descriptors_that_a_start_lacks_are_found_before_it(tiny, monk
 
 def test_a_port_of_the_servers_before_a_restart_is_waited_for(tiny, monkeypatch):
     held, port = held_port()
-    monkeypatch.setattr("r3train.launch.limits.time.sleep", lambda _: held.close())
+    monkeypatch.setattr("r3train.launch.job.limits.time.sleep", lambda _: held.close())
     again = {"TORCHELASTIC_RESTART_COUNT": "1"}
     result = start(tiny, "--dry-run", "--sglang-port", str(port), environment=again)
     assert result.exit_code == 0 and "is taken" not in result.output, result.output
@@ -1045,7 +1045,7 @@ def test_little_shared_memory_is_a_warning(tiny):
 
 
 def test_a_dry_run_without_torchrun_does_not_count_all_ranks_on_this_machine(tiny, monkeypatch):
-    monkeypatch.setattr("r3train.launch.limits.shared_memory_bytes", lambda num_ranks: 1 << 60)
+    monkeypatch.setattr("r3train.launch.job.limits.shared_memory_bytes", lambda num_ranks: 1 << 60)
     result = start(tiny, "--dry-run", environment={"LOCAL_WORLD_SIZE": None})
     assert result.exit_code == 0 and "/dev/shm" not in result.output, result.output
 
@@ -1060,8 +1060,8 @@ def test_a_run_that_code_of_the_user_ends_by_sys_exit_0_ends_with_1(tiny, tmp_pa
         "r3train.trainer.megatron.topology.init_distributed": lambda *_: None,
         "r3train.trainer.megatron.topology.shutdown": lambda: None,
         "r3train.observe.logging_setup.setup_logging": lambda *_, **__: log,
-        "r3train.launch.train.open_run_dir": lambda config, run_dir, broadcast: run_dir,
-        "r3train.launch.train.train": lambda *_: sys.exit(0),
+        "r3train.launch.start.train.open_run_dir": lambda config, run_dir, broadcast: run_dir,
+        "r3train.launch.start.train.train": lambda *_: sys.exit(0),
     }.items():
         monkeypatch.setattr(name, stub)
     assert train_program.run(SimpleNamespace(config=config), 0, tmp_path) == 1

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from rich.console import Console
 
 from r3train.config.agent_settings import AgentSection
-from r3train.launch.engines import Engines
+from r3train.launch.start.engines import Engines
 from r3train.loop.route_transport import RoutesOnRank0
 from r3train.observe.console import RunDisplay
 

@@ -11,7 +11,7 @@ import pytest
 
 from r3train.config.options import train_options
 from r3train.hf_checkpoint import MARKER
-from r3train.launch.run_dir import claim_directories, taken_directories
+from r3train.launch.job.run_dir import claim_directories, taken_directories
 from r3train.loop.rollout_file import BUFFER_FILE, write_samples
 from r3train.observe.metrics import read_metrics
 from tests.unit.launch.test_preflight import ROOT, saved, start, words

@@ -207,8 +207,8 @@ WARNED = {
 
 @pytest.fixture
 def on_a_cpu(monkeypatch):
-    monkeypatch.setattr("r3train.launch.limits.visible_gpus", lambda: 0)
-    monkeypatch.setattr("r3train.launch.limits.find_spec", lambda name: None)
+    monkeypatch.setattr("r3train.launch.job.limits.visible_gpus", lambda: 0)
+    monkeypatch.setattr("r3train.launch.job.limits.find_spec", lambda name: None)
 
 
 @pytest.mark.parametrize("flags", WARNED)

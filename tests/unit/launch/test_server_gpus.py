@@ -10,9 +10,9 @@ import torch
 from click.testing import CliRunner
 
 import train_async
-from r3train.launch import train as train_program
+from r3train.launch.start import train as train_program
 from r3train.engine.server import SGLangServer
-from r3train.launch import serve
+from r3train.commands import serve
 from r3train.launch.gpus import server_size
 from tests.unit.local_servers import servers_of_rank_0
 

@@ -17,8 +17,8 @@ from tests.unit.doctor_setups import ROOT
 
 from r3train.config import RunConfig
 from r3train.engine.server import free_port
-from r3train.launch import start_ranks as starts
-from r3train.launch.start_ranks import _OPTIONS, _meeting, ranks_here, start_ranks, without
+from r3train.launch.start import start_ranks as starts
+from r3train.launch.start.start_ranks import _OPTIONS, _meeting, ranks_here, start_ranks, without
 
 
 @pytest.fixture
@@ -266,7 +266,7 @@ import sys
 from r3train.engine.server import free_port
 from r3train.config import RunConfig
 from r3train.engine.server import free_port
-from r3train.launch import start_ranks as starts
+from r3train.launch.start import start_ranks as starts
 starts._PROGRAM = "small_rank"
 sys.exit(starts.{call})
 """
@@ -287,7 +287,7 @@ def test_a_signal_after_the_ranks_have_ended_is_no_stop(program):
 import os, signal, sys
 from torch.distributed.launcher import api
 from r3train.engine.server import free_port
-from r3train.launch import start_ranks as starts
+from r3train.launch.start import start_ranks as starts
 
 class Launch(api.elastic_launch):
     def __call__(self, *command):
@@ -305,7 +305,7 @@ sys.exit(starts.start_ranks(["ends"], 2, 1, 0, "127.0.0.1", free_port("127.0.0.1
 def test_a_signal_while_a_ranks_interpreter_ends_does_not_count():
     code = """
 import os
-from r3train.launch.train import as_rank
+from r3train.launch.start.train import as_rank
 
 class Late:
     def __del__(self, kill=os.kill, pid=os.getpid()):
@@ -321,7 +321,7 @@ def test_a_signal_before_there_are_ranks_ends_the_command():
     code_of = """
 import os, signal, sys
 from torch.distributed.launcher import api
-from r3train.launch import start_ranks as starts
+from r3train.launch.start import start_ranks as starts
 api.elastic_launch = lambda *_: lambda *_: os.kill(os.getpid(), signal.SIGTERM)
 starts.start_ranks(["ends"], 2, 1, 0, "127.0.0.1", 1)
 """
@@ -365,7 +365,7 @@ def test_the_ranks_of_two_machines_meet_at_the_endpoint(tmp_path, monkeypatch):
     code = f"""
 import sys
 from r3train.engine.server import free_port
-from r3train.launch import start_ranks as starts
+from r3train.launch.start import start_ranks as starts
 starts._PROGRAM, node = "small_rank", int(sys.argv[1])
 sys.exit(starts.start_ranks([], 1, 2, node, *starts._meeting(2, node, "{endpoint}")))
 """

@@ -8,8 +8,8 @@ from r3train.config import RunConfig
 from r3train.config.hf_facts import read_hf_facts
 from r3train.config.recipes import recipe_path
 from r3train.families.published import PUBLISHED
-from r3train.launch.estimate import Model, estimate_server, stages
-from r3train.launch.step_time import step_time, StepTime
+from r3train.launch.estimate.memory_use import Model, estimate_server, stages
+from r3train.launch.estimate.step_time import step_time, StepTime
 
 
 def of(recipe: str, model: str = "Qwen3-30B-A3B", *, gpus: int = 8, gb: int = 80, **fields):

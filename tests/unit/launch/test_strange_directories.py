@@ -16,7 +16,7 @@ from r3train.config import files
 from r3train.config.files import bounded_lines, open_regular, write_atomically
 from r3train.config.sources import ConfigError
 from r3train.data.json_lines import append_lines
-from r3train.launch.run_dir import claim_directories, OWNER_FILE
+from r3train.launch.job.run_dir import claim_directories, OWNER_FILE
 from r3train.loop.rollout_file import read_samples
 from r3train.trainer.megatron.saved_state import LATEST, STATE, read_state
 from tests.unit.evidence_dirs import write_run

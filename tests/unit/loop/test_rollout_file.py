@@ -11,7 +11,7 @@ import pytest
 from safetensors import safe_open
 
 from r3train.config import RunConfig
-from r3train.launch import resume
+from r3train.launch.job import resume
 from r3train.config.checkpoint_settings import CheckpointSection
 from r3train.config.rollout_settings import RolloutSection
 from r3train.generation.buffer import GroupBuffer, ProducerState

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from r3train.engine import publish
 from r3train.engine.backend import EngineDied, EngineError
 from r3train.engine.publish import WeightUpdateError
-from r3train.launch import engines
+from r3train.launch.start import engines
 from r3train.loop import stage_weight_sync
 from r3train.loop.stage_weight_sync import StageLeaderPublisher, PerStagePublisher
 

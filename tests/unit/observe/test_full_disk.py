@@ -106,7 +106,7 @@ def test_a_log_that_is_full_is_said_once_and_the_error_of_the_run_is_the_last_li
 
 PROGRAM = """
 import sys
-from r3train.launch.train import as_rank
+from r3train.launch.start.train import as_rank
 
 def program():
     from r3train.observe.console import RunDisplay

@@ -17,7 +17,7 @@ from r3train.observe import metric_table
 from r3train.observe.metric_table import METRICS, row_of
 
 PACKAGE = Path(metric_table.__file__).parents[1]
-WRITERS = ("loop", "launch", "trainer", "route_stores", "observe")
+WRITERS = ("loop", "launch", "commands", "trainer", "route_stores", "observe")
 KEY = re.compile(r"(rollout|train|perf|r3|r3_audit|faults)/[a-z0-9_]+")
 
 

@@ -21,7 +21,7 @@ ROOM = Path(patch_list.__file__).parents[1]
 ELSEWHERE = {
     "torchrun_start.py": "torchrun's process",
     "observe/logging_setup.py": "a run's log files",
-    "launch/train.py": "a rank's terminal",
+    "launch/start/train.py": "a rank's terminal",
     "trainer/megatron/fused_adam.py": "an optimizer of Transformer Engine's",
 }
 

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.metadata import (  # noqa: E402
 )
 
 from r3train.config.checkpoint_settings import CheckpointSection  # noqa: E402
-from r3train.launch.resume import ResumePoint  # noqa: E402
+from r3train.launch.job.resume import ResumePoint  # noqa: E402
 from r3train.loop.run_state import BUFFER_FILE, HAS_BUFFER  # noqa: E402
 from r3train.trainer.megatron import checkpoint, rng, saved_state  # noqa: E402
 from r3train.trainer.megatron.optimizer_state import OptimizerState  # noqa: E402

@@ -15,7 +15,7 @@ from r3train.config import RunConfig
 from r3train.data.file_fingerprint import facts_fingerprint
 from r3train.data.sampled import flaw
 from r3train.hf_checkpoint import identity
-from r3train.launch.job import Job
+from r3train.launch.job.checked_job import Job
 from r3train.loop.rollout_file import (
     BUFFER_FILE,
     HAS_BUFFER,

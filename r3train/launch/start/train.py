@@ -21,16 +21,21 @@ import click
 from r3train.config import RunConfig
 from r3train.config.options import train_options, usage_errors
 from r3train.launch.gpus import server_gpus_here, torchruns_number
-from r3train.launch.local_servers import start_servers
-from r3train.launch.run_dir import claim_directories, open_run_dir, raise_file_limit, start_stamp
+from r3train.launch.start.local_servers import start_servers
+from r3train.launch.job.run_dir import (
+    claim_directories,
+    open_run_dir,
+    raise_file_limit,
+    start_stamp,
+)
 from r3train.cpu.torchvision_stub import declare_ops_for_imports
 from r3train.patches import patch
 from r3train.user_code import find_modules_here
 
 if TYPE_CHECKING:
     from r3train.engine.server import SGLangServer
-    from r3train.launch.job import Job
-    from r3train.launch.resume import ResumePoint
+    from r3train.launch.job.checked_job import Job
+    from r3train.launch.job.resume import ResumePoint
     from r3train.observe.sinks import Sink
 
 PARENT = os.getppid()  # torchrun may be gone by the time that a rank asks to be told of its end
@@ -57,7 +62,7 @@ def main(config: RunConfig) -> None:
             if rank == 0:
                 show_dry_run(config, world_size)
             return
-        from r3train.launch.preflight import preflight
+        from r3train.launch.job.preflight import preflight
 
         job = preflight(config, world_size, for_all_ranks=rank == 0, for_node=for_node or rank == 0)
     with ExitStack() as claims:
@@ -83,10 +88,10 @@ def show_dry_run(config: RunConfig, world_size: int, num_ranks: int | None = Non
     With --estimate what is not there (weights, data, a server) is a line of the output.
     Raises PreflightError with every fault.
     """
-    from r3train.launch.estimate_command import dry_run_lines
+    from r3train.launch.estimate.estimate_lines import dry_run_lines
     from r3train.launch.gpus import gpus_here
-    from r3train.launch.job import would_run
-    from r3train.launch.preflight import PreflightError, preflight
+    from r3train.launch.job.checked_job import would_run
+    from r3train.launch.job.preflight import PreflightError, preflight
 
     job, missing, longest, warnings = None, [], None, ()
     try:
@@ -101,7 +106,7 @@ def show_dry_run(config: RunConfig, world_size: int, num_ranks: int | None = Non
         lines = [*would_run(job, world_size), *job.first_prompt, *job.other_prompts]
         longest = job.longest_prompt
         if config.agent.named is not None:
-            from r3train.launch.agent_check import try_session
+            from r3train.launch.job.agent_session import try_session
 
             found, failed = try_session(config, job.prompts[0])
             lines, warnings = [*lines, *found], (*warnings, *failed)
@@ -122,7 +127,7 @@ def run(job: Job, rank: int, run_dir: Path | None, servers: Sequence[SGLangServe
     began = time.monotonic()
     # from here on there is a display to close
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    from r3train.launch.last_words import LastWords
+    from r3train.launch.start.last_words import LastWords
     from r3train.loop.stop import StopSignal
     from r3train.observe.console import RunDisplay
     from r3train.observe.logging_setup import setup_logging
@@ -199,12 +204,12 @@ def train(
 ) -> None:
     """Build the parts and run the loop; ``parts`` closes all that was opened, in reverse order."""
     from r3train.host_group import host_barrier, rank_zero_alone
-    from r3train.launch.build_actor import build_actor, build_run_state, export_hf
-    from r3train.launch.engines import build_sender
-    from r3train.launch.job import eval_settings
-    from r3train.launch.resume import resume_point
-    from r3train.launch.build_routes import build_routes
-    from r3train.launch.rollout_sources import build_engines
+    from r3train.launch.start.build_actor import build_actor, build_run_state, export_hf
+    from r3train.launch.start.engines import build_sender
+    from r3train.launch.job.checked_job import eval_settings
+    from r3train.launch.job.resume import resume_point
+    from r3train.launch.start.build_routes import build_routes
+    from r3train.launch.start.rollout_sources import build_engines
     from r3train.loop.async_loop import AsyncLoop
     from r3train.loop.run_evaluations import Evaluations
     from r3train.loop.fleet import RankZero
@@ -291,9 +296,9 @@ def _serve_metrics(config: RunConfig, sinks: list[Sink], display) -> None:
 def generate(job: Job, rank: int, run_dir: Path, display, stop, parts: ExitStack, servers) -> None:
     """Generate and dump every rollout (--debug-rollout-only); other ranks than 0 wait."""
     from r3train.host_group import rank_zero_alone
-    from r3train.launch.resume import ResumePoint
-    from r3train.launch.build_routes import build_routes
-    from r3train.launch.rollout_sources import build_engines
+    from r3train.launch.job.resume import ResumePoint
+    from r3train.launch.start.build_routes import build_routes
+    from r3train.launch.start.rollout_sources import build_engines
     from r3train.loop.run_evaluations import Evaluations
     from r3train.loop.fleet import RankZero
     from r3train.loop.rollouts_only import generate_only

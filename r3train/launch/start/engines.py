@@ -24,10 +24,10 @@ from r3train.data.templates import ChatTemplate
 from r3train.environments.named_environments import get_environment, get_tools
 from r3train.observe.console import Phase, RunDisplay
 from r3train.routing.indexer_topk import num_words
-from r3train.launch.agents import make_agents, make_chat_endpoint
-from r3train.launch.local_servers import start_servers
-from r3train.launch.job import Job
-from r3train.launch.other_models import served_teacher
+from r3train.launch.job.agents import make_agents, make_chat_endpoint
+from r3train.launch.start.local_servers import start_servers
+from r3train.launch.job.checked_job import Job
+from r3train.launch.job.other_models import served_teacher
 from r3train.loop.fleet import RolloutFleet
 from r3train.loop.route_transport import Routes
 from r3train.loop.distribute import broadcast_json, gather_json

@@ -1,4 +1,4 @@
-"""``r3train agent-check``: one session of an agent against a scripted model, without a GPU or a server.
+"""One session of an agent against a scripted model, without a GPU or a server.
 
 The chat endpoint, the session, the chat template and the way in which the agent is run are those of a run.
 """
@@ -7,84 +7,41 @@ from __future__ import annotations
 
 import asyncio
 import resource
-import shlex
-import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import click
 import numpy as np
 import psutil
 
 from r3train.agents.http import ChatEndpoint
 from r3train.config import RunConfig
 from r3train.config.hf_facts import read_hf_facts
-from r3train.config.options import parse_train_flags, usage_errors
 from r3train.data.templates import ChatTemplate, SessionTemplate
 from r3train.data.tokenizer import load_tokenizer
 from r3train.generation.agent_episode import AgentEpisode, Agents
 from r3train.generation.episode import EpisodeDropped
-from r3train.launch.agents import (
+from r3train.launch.job.agents import (
     end_token,
     make_chat_endpoint,
     runner,
     ScriptedModel,
     session_settings,
 )
-from r3train.launch.read_data import read_prompts
+from r3train.launch.job.read_data import read_prompts
 from r3train.types import Prompt
-from r3train.user_code import find_modules_here
 
 _TASK = "What is 1 + 2? Use your tools."
-_NONE = "none-given"  # the model and the data, without --config
-_UNUSED = (
-    f"--hf-checkpoint {_NONE} --prompt-data {_NONE} --apply-chat-template --num-rollout 1 --rollout-batch-size 1"
-    " --rollout-max-response-len 100000 --rollout-max-context-len 200000"
-).split()
+NONE_GIVEN = "none-given"  # the model and the data, without --config
 _TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}<|end|>{% endif %}{% for m in messages %}{{ m.role }}: {{ m.content }}"
     "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 _DIALECTS = {"completions": "OpenAI", "responses": "OpenAI Responses", "messages": "Anthropic"}
-_WIDTH, _DRY_RUN_S = 14, 120.0
-
-
-class _Command(click.Command):
-    """A command whose flags end at ``--``; the words after it are another command's."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        at = args.index("--") if "--" in args else len(args)
-        ctx.obj = args[at + 1 :]
-        return super().parse_args(ctx, args[:at])
-
-
-@click.command(cls=_Command, context_settings={"ignore_unknown_options": True})
-@click.argument("flags", nargs=-1, type=click.UNPROCESSED, metavar="[FLAGS] -- COMMAND...")
-@click.pass_obj
-def agent_check(command: list[str], flags: tuple[str, ...]) -> None:
-    """Play one session of COMMAND, as --agent-command would, against a scripted model: no GPU, no server.
-
-    FLAGS are those of a run, --config FILE.toml and --agent among them: its model gives tokenizer and chat template,
-    its data the task; without them both are this command's own.  The model calls each tool that a request offers
-    once, with arguments that fit its schema: your tools run.  The exit code is 0 if the session works, else 1.
-    """
-    find_modules_here()
-    has_config = any(word.partition("=")[0] == "--config" for word in flags)
-    words = list(flags) if has_config else [*_UNUSED, *flags]
-    if command:
-        words += ["--agent", "none", "--agent-command", shlex.join(command)]
-    config = parse_train_flags(words, prog_name="agent-check")
-    with usage_errors():
-        if config.agent.named is None:
-            raise ValueError("no agent: expected -- COMMAND..., --agent or --agent-command")
-        facts = play_session(config)
-    for name, text in columns(facts).items():
-        click.echo(f"{name:{_WIDTH}s}" + text.replace("\n", "\n" + " " * _WIDTH))
-    sys.exit(facts["failure"] is not None)
+_DRY_RUN_S = 120.0
 
 
 class _Endpoint(ChatEndpoint):
@@ -105,14 +62,14 @@ def play_session(config: RunConfig, prompt: Prompt | None = None) -> dict[str, A
 
     It has cpu_s and peak_mb of its processes too.  Raises ValueError for a model or an agent that cannot be used.
     """
-    if str(config.model.hf_checkpoint) == _NONE:
+    if str(config.model.hf_checkpoint) == NONE_GIVEN:
         hf, tokenizer = None, _small_tokenizer()
         stop = tokenizer.eos_token_id
     else:
         hf = read_hf_facts(config.model.hf_checkpoint)
         tokenizer = load_tokenizer(config.model.hf_checkpoint)
         stop = end_token(config, hf, tokenizer)
-    if prompt is None and hf is not None and config.data.prompt_data != (_NONE,):
+    if prompt is None and hf is not None and config.data.prompt_data != (NONE_GIVEN,):
         prompt = read_prompts(config, hf, tokenizer, lambda *_: None)[0][0]
     given = prompt or Prompt("check", 0, _TASK, np.zeros(1, np.int32), None, content=_TASK)
     settings = config.agent.model_copy(update={"agent_on_failure": "drop"})

@@ -16,15 +16,15 @@ from r3train.config.options import parse_train_flags, usage_errors
 from r3train.engine.backend import EngineError
 from r3train.generation.eval_sets import EvalSet, Row, evaluate
 from r3train.launch.gpus import server_gpus_here
-from r3train.launch.job import Job, eval_settings
-from r3train.launch.preflight import preflight_evaluation
-from r3train.launch.run_dir import claim_directories, open_run_dir, raise_file_limit
+from r3train.launch.job.checked_job import Job, eval_settings
+from r3train.launch.job.preflight import preflight_evaluation
+from r3train.launch.job.run_dir import claim_directories, open_run_dir, raise_file_limit
 from r3train.observe.console import RunDisplay
 from r3train.observe.metrics import MetricsWriter
 from r3train.user_code import find_modules_here
 
 if TYPE_CHECKING:
-    from r3train.launch.engines import Engines
+    from r3train.launch.start.engines import Engines
 
 # fields that a configuration needs and an evaluation does not
 _UNUSED = ("--num-rollout", "1", "--rollout-batch-size", "1", "--prompt-data", "none")
@@ -65,7 +65,7 @@ def evaluate_command(checkpoint: Path, flags: tuple[str, ...]) -> None:
 def evaluate_job(job: Job, run_dir: Path) -> int:
     """Evaluate every set of a checked job on a server, and write it; returns the exit code."""
     # they import torch, which --help does without
-    from r3train.launch.engines import Engines
+    from r3train.launch.start.engines import Engines
     from r3train.loop.run_evaluations import write_evaluation
     from r3train.loop.route_transport import RoutesOnRank0
 

@@ -6,8 +6,15 @@ from dataclasses import dataclass
 
 from r3train.config import RunConfig
 from r3train.families import has_fused_experts, tensor_shapes
-from r3train.launch.estimate import amount, GIGA, Held, Model, OFFLOADED_BYTES, ServerEstimate
-from r3train.launch.estimate import gpus_in_words, served_bytes
+from r3train.launch.estimate.memory_use import (
+    amount,
+    GIGA,
+    Held,
+    Model,
+    OFFLOADED_BYTES,
+    ServerEstimate,
+)
+from r3train.launch.estimate.memory_use import gpus_in_words, served_bytes
 from r3train.loop.throughput import active_parameters, attention_width, forward_passes
 
 # by a GPU's memory in 10^9 bytes: the card, its FLOP/s in bfloat16, bytes per second of its memory

@@ -1,21 +1,17 @@
-"""``r3train estimate``: what a recipe will hold, and the topologies of so many GPUs that fit."""
+"""Estimate of a run in words: what it will hold and take, and the topologies of so many GPUs that fit."""
 
 from __future__ import annotations
 
-import shlex
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
-import click
-
 from r3train.config import RunConfig
 from r3train.config.hf_facts import read_hf_facts
-from r3train.config.options import parse_train_flags, usage_errors
 from r3train.config.sources import ConfigError, flag_name
 from r3train.families.checks import check_family
 from r3train.families.published import config_directory
-from r3train.launch.estimate import (
+from r3train.launch.estimate.memory_use import (
     GIGA,
     SERVER_BYTES,
     Model,
@@ -31,66 +27,13 @@ from r3train.launch.estimate import (
     training_checkpoint_bytes,
     value_bytes,
 )
-from r3train.config.recipes import recipe_path
-from r3train.launch.step_time import step_time, StepTime
-from r3train.launch.topology_search import MARGIN, Fit, fullest_rank, search
+from r3train.launch.estimate.step_time import step_time, StepTime
+from r3train.launch.estimate.topology_search import MARGIN, Fit, fullest_rank, search
 
 # of an H100 with 80 GB
-_GPU_GB = 80.0
+GPU_GB = 80.0
 _SHOWN = 5
 _WIDTH = 78  # columns of a line, behind the "# " of a dry run
-
-
-@click.command(context_settings={"ignore_unknown_options": True})
-@click.argument("recipe", required=False)
-@click.option("--config", "named", metavar="RECIPE", help="RECIPE, as other commands take it.")
-@click.option(
-    "--gpus",
-    type=click.IntRange(1),
-    help="GPUs that train, without those of servers.  [default: --world-size]",
-)
-@click.option(
-    "--gpu-memory-gb",
-    type=click.FloatRange(min=0, min_open=True),
-    help="Memory of a GPU in 10^9 bytes.  [default: the recipe's gpu_memory_gb, or 80]",
-)
-@click.argument("flags", nargs=-1, type=click.UNPROCESSED)
-def estimate(
-    recipe: str | None,
-    named: str | None,
-    gpus: int | None,
-    gpu_memory_gb: float | None,
-    flags: tuple[str, ...],
-) -> None:
-    """Say what a run of RECIPE will hold and take, from config.json alone, and which topologies fit.
-
-    RECIPE is a TOML file or a recipe's bare name, such as qwen3_30b_a3b; FLAGS (--lora-rank and others) are
-    train_async.py's.  The bytes of a rank hold within 15%; the seconds of a step follow from assumed rates.  The
-    last lines are a command to paste: a dry run of RECIPE with the flags of the topology that is recommended.  It
-    reads no weights, tokenizer or prompts, asks no server, and needs no GPU.  Exit code: 0 if a topology fits, 1
-    if none does, 2 wrong usage.
-    """
-    if named is not None:  # then the first word without a dash is a flag's
-        recipe, flags = named, (*filter(None, [recipe]), *flags)
-    if recipe is None:
-        raise click.UsageError("which recipe? r3train recipes lists those with a name")
-    with usage_errors():
-        given = ["--config", str(recipe_path(recipe)), *flags]
-        config = parse_train_flags(given, prog_name="estimate")
-        world_size = gpus or config.run.world_size
-        if world_size is None:
-            raise ConfigError(f"--gpus is required: {recipe} does not say how many GPUs train")
-        gpu_bytes = (gpu_memory_gb or config.run.gpu_memory_gb or _GPU_GB) * GIGA
-        lines, fits, lack = _report(config, world_size, gpu_bytes)
-    click.echo("\n".join(lines))
-    if lack:
-        raise click.ClickException("\n".join(lack))
-    start = [f"r3train train --config {shlex.quote(recipe)}", *map(shlex.quote, flags)]
-    if world_size != config.run.world_size:
-        start.append(f"--world-size {world_size}")
-    start.append("--dry-run --estimate")
-    click.echo(f"to go on with {fits[0].name}:")
-    click.echo(_pasted([*start, *topology_flags(config, fits[0].config)]))
 
 
 def topology_flags(given: RunConfig, found: RunConfig) -> list[str]:
@@ -120,7 +63,7 @@ def _optimizer_flags(before: dict[str, object], after: dict[str, object]) -> lis
     ]
 
 
-def _pasted(parts: Sequence[str]) -> str:
+def pasted(parts: Sequence[str]) -> str:
     """Return a command for a shell, its parts over lines of ``_WIDTH``."""
     lines = [f"  {parts[0]}"]
     for part in parts[1:]:
@@ -163,13 +106,13 @@ def dry_run_lines(
     """
     given_gb = config.run.gpu_memory_gb
     if given_gb is not None or not gpu_bytes:
-        gpu_bytes = (given_gb or _GPU_GB) * GIGA
+        gpu_bytes = (given_gb or GPU_GB) * GIGA
     fullest_rank(config, find_model(config)[0], world_size)
-    lines, _, lack = _report(config, world_size, gpu_bytes, longest_prompt)
+    lines, _, lack = report(config, world_size, gpu_bytes, longest_prompt)
     return [*lines, *lack]
 
 
-def _report(
+def report(
     config: RunConfig, world_size: int, gpu_bytes: float, longest_prompt: int | None = None
 ) -> tuple[list[str], list[Fit], list[str]]:
     """Return the lines, the topologies that fit, and where none does the smallest and lines about it.
@@ -307,7 +250,7 @@ def _time_lines(config: RunConfig, fit: Fit, time: StepTime, *, with_parts: bool
         yield from (f"{seconds:8.1f}  {name}: {words}" for name, seconds, words in parts)
     yield f"{fit.name}: {time.seconds:,.0f} s a step, {time.rate:,.0f} tokens/s/GPU"
     if flags := topology_flags(config, fit.config):
-        yield from _pasted(flags).splitlines()
+        yield from pasted(flags).splitlines()
 
 
 def _server_lines(config: RunConfig, server: ServerEstimate, gpu_bytes: float) -> Iterator[str]:

@@ -55,7 +55,7 @@ from r3train.hf_checkpoint import (
     rounded_tensors,
     TensorKind,
 )
-from r3train.launch.read_data import (
+from r3train.launch.job.read_data import (
     JUDGE_KEY,
     check_longest_conversation,
     check_not_all_equal,
@@ -66,18 +66,18 @@ from r3train.launch.read_data import (
     read_prompts,
     token_that_does_not_stop,
 )
-from r3train.launch.agents import rehearse
+from r3train.launch.job.agents import rehearse
 from r3train.launch.gpus import torchruns_number
-from r3train.launch.job import EvalData, Job, JobWarning
-from r3train.launch.limits import check_node, little_memory, little_shared_memory
-from r3train.launch.other_models import (
+from r3train.launch.job.checked_job import EvalData, Job, JobWarning
+from r3train.launch.job.limits import check_node, little_memory, little_shared_memory
+from r3train.launch.job.other_models import (
     check_other_model,
     check_served_teacher,
     check_teacher,
     check_trainable,
 )
-from r3train.launch.resume import resume_point
-from r3train.launch.run_dir import check_can_be_made, taken_directories
+from r3train.launch.job.resume import resume_point
+from r3train.launch.job.run_dir import check_can_be_made, taken_directories
 from r3train.observe.sinks import check_trackers
 from r3train.peft_files import check_adapter, not_in_peft
 from r3train.rewards.code import isolation

@@ -18,7 +18,7 @@ from r3train.data.file_fingerprint import FileFingerprint
 from r3train.data.prompts import load_prompts, Note
 from r3train.data.templates import ChatTemplate
 from r3train.ids import prompt_id
-from r3train.launch.job import EvalData, stop_token_ids
+from r3train.launch.job.checked_job import EvalData, stop_token_ids
 from r3train.rewards.scoring import Scorer
 from r3train.types import Prompt, RolloutSample
 

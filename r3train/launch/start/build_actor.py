@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 from r3train.hf_checkpoint import NamedTensors, export_checkpoint
-from r3train.launch.job import Job
-from r3train.launch.resume import ResumePoint, run_facts, sample_facts
+from r3train.launch.job.checked_job import Job
+from r3train.launch.job.resume import ResumePoint, run_facts, sample_facts
 from r3train.loop.run_state import RunState
 from r3train.loop.stop import StopSignal
 from r3train.peft_files import saved_forms, write_adapter

@@ -12,7 +12,7 @@ from r3train.checksums import check
 from r3train.config.hf_facts import read_hf_facts
 from r3train.config.options import parse_train_flags, usage_errors
 from r3train.hf_checkpoint import check_export_directory
-from r3train.launch.run_dir import CONFIG_FILE
+from r3train.launch.job.run_dir import CONFIG_FILE
 from r3train.trainer.megatron.saved_state import (
     CHECKSUMS,
     LATEST,
@@ -62,9 +62,9 @@ def convert(checkpoint: Path, output: Path, flags: tuple[str, ...]) -> None:
 
     device = prepare_device()
     from r3train.host_group import join_ranks
-    from r3train.launch.build_actor import export_hf
-    from r3train.launch.job import Job
-    from r3train.launch.resume import check_adapters
+    from r3train.launch.start.build_actor import export_hf
+    from r3train.launch.job.checked_job import Job
+    from r3train.launch.job.resume import check_adapters
     from r3train.trainer.megatron import topology
     from r3train.trainer.megatron.actor import MegatronActor
     from r3train.trainer.megatron.checkpoint import load_checkpoint

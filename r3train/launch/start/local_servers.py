@@ -19,7 +19,7 @@ from r3train.hf_checkpoint import write_fp8_checkpoint
 from r3train.launch.gpus import server_gpus_here
 
 if TYPE_CHECKING:
-    from r3train.launch.job import Job
+    from r3train.launch.job.checked_job import Job
 
 
 def start_servers(job: Job, run_dir: Path, num_ranks: int | None = None) -> list[SGLangServer]:

@@ -21,7 +21,7 @@ from r3train.config.sources import ConfigError, printable
 from r3train.cuda_environment import visible_gpus
 from r3train.hf_checkpoint import check_export
 from r3train.launch.gpus import is_follower, served_gpus
-from r3train.launch.local_servers import build_server
+from r3train.launch.start.local_servers import build_server
 from r3train.engine.backend import EngineError
 from r3train.engine.key import ENGINE_KEY_VARIABLE, engine_api_key
 from r3train.engine.flags import check_server_flags

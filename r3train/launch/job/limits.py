@@ -24,7 +24,7 @@ from r3train.config.hf_facts import HfModelFacts
 from r3train.config.sources import raise_all
 from r3train.cuda_environment import visible_gpus
 from r3train.engine.addresses import LOOPBACK
-from r3train.launch.estimate import amount, host_bytes, Model, stages
+from r3train.launch.estimate.memory_use import amount, host_bytes, Model, stages
 from r3train.launch.gpus import torchruns_number
 from r3train.observe.sinks import tracker_lacks
 

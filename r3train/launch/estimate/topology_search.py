@@ -10,7 +10,7 @@ from r3train.config import RunConfig
 from r3train.config.cross_checks import check_model, check_static
 from r3train.config.parallel_settings import ParallelSection
 from r3train.config.sources import ConfigError
-from r3train.launch.estimate import Model, StageRanks, stages
+from r3train.launch.estimate.memory_use import Model, StageRanks, stages
 
 # of a GPU for CUDA's context, NCCL's buffers and the allocator's fragments
 MARGIN = 0.1

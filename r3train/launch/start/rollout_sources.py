@@ -9,9 +9,9 @@ from pathlib import Path
 from r3train.config.cross_checks import replayed_index_topk
 from r3train.engine.server import SGLangServer
 from r3train.observe.console import RunDisplay
-from r3train.launch.engines import Engines
-from r3train.launch.job import Job
-from r3train.launch.resume import ResumePoint, scored_by_another, unknown_temperature
+from r3train.launch.start.engines import Engines
+from r3train.launch.job.checked_job import Job
+from r3train.launch.job.resume import ResumePoint, scored_by_another, unknown_temperature
 from r3train.loop.fleet import RolloutFleet
 from r3train.loop.route_transport import Routes
 from r3train.loop.replay_source import Conversations, DumpedRollouts

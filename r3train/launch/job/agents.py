@@ -35,7 +35,7 @@ from r3train.generation import stitch
 from r3train.generation.agent_episode import Agents
 from r3train.generation.environment_loop import EnvironmentLoop
 from r3train.generation.sessions import Session, SessionSettings
-from r3train.launch.job import Job, stop_token_ids
+from r3train.launch.job.checked_job import Job, stop_token_ids
 from r3train.types import Prompt, RolloutSample
 from r3train.user_code import import_user_code
 

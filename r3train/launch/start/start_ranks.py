@@ -25,11 +25,11 @@ from r3train.config.options import train_options, usage_errors
 from r3train.cuda_environment import visible_gpus
 from r3train.engine.server import free_port
 from r3train.launch.gpus import server_gpus
-from r3train.launch.train import ignore_signals, show_dry_run
+from r3train.launch.start.train import ignore_signals, show_dry_run
 from r3train.torchrun_start import silence_failures, unspoken
 from r3train.user_code import find_modules_here
 
-_PROGRAM = "r3train.launch.train"
+_PROGRAM = "r3train.launch.start.train"
 _MEETING_PORT = 29500  # of several machines, as torchrun's
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _OPTIONS = (

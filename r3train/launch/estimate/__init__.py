@@ -1,0 +1,1 @@
+"""Memory and time of a run, from config.json alone."""

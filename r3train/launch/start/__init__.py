@@ -1,0 +1,1 @@
+"""Ranks, servers, actor and their end, where the names of both engines meet."""
