@@ -217,7 +217,9 @@ async def endpoint(
         decode=lambda ids: parts.tokenizer.decode(ids, skip_special_tokens=False),
         sampling=SamplingParams(10**6),
         max_context_len=10**6,
+        history="append",
         max_calls=turns,
+        max_answer_len=None,
     )
 
     def fail(error: BaseException) -> None:

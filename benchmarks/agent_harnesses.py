@@ -423,6 +423,9 @@ class Model:
             decode=lambda ids: self.tokenizer.decode(ids, skip_special_tokens=False),
             sampling=SamplingParams(10**6),
             max_context_len=200_000,
+            history="append",
+            max_calls=64,
+            max_answer_len=None,
         )
         prompt = Prompt("p", 0, "", np.zeros(1, np.int32), None)
         return Session(settings, engine, prompt, 640, fail=errors.append)
@@ -457,7 +460,13 @@ async def played(program: str, says: Says, directory: Path, model: Model, argume
         limit = arguments.timeout_s + arguments.delay_s
         try:
             row["reward"] = await run_command(
-                command, access, task, Path(home), timeout_s=limit, env_names=arguments.env
+                command,
+                access,
+                task,
+                Path(home),
+                timeout_s=limit,
+                env_names=arguments.env,
+                exit_code_fails=False,
             )
         except AgentFailed as error:
             row["failure"] = str(error)

@@ -46,9 +46,9 @@ async def run_command(
     directory: Path,
     *,
     timeout_s: float,
-    env_names: Collection[str] = (),
+    env_names: Collection[str],
     output: bytearray | None = None,
-    exit_code_fails: bool = False,
+    exit_code_fails: bool,
 ) -> Reward | None:
     """Run a harness to its end; returns the reward that it wrote, None if it wrote none.
 

@@ -67,8 +67,8 @@ def gap_budget(
     *,
     rechecked: tuple[np.ndarray, np.ndarray] | None = None,
     canaries: CanaryLogProbs | None = None,
-    replayed: bool = True,
-    flushed: bool = True,
+    replayed: bool,
+    flushed: bool,
 ) -> dict[str, float]:
     """Split a step's gap: ``gap/PART_k1`` and ``_k3``, and ``_mean`` and ``_p999`` of what was read; {} without a gap.
 

@@ -59,9 +59,9 @@ def stage_layer_numbers(
     num_layers: int,
     pp_size: int,
     *,
-    vpp_size: int = 1,
-    first: int | None = None,
-    last: int | None = None,
+    vpp_size: int,
+    first: int | None,
+    last: int | None,
 ) -> list[list[tuple[int, ...]]]:
     """1-based layer numbers of every model chunk, as [pp rank][vp stage].
 

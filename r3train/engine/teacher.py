@@ -36,10 +36,10 @@ class ServedTeacher:
         self,
         url: str,
         *,
-        api_key: str | None = None,
-        request_timeout_s: float = 300.0,
-        max_concurrency: int = 64,
-        max_tries: int = 3,
+        api_key: str | None,
+        request_timeout_s: float,
+        max_concurrency: int,
+        max_tries: int,
     ) -> None:
         self._http = SGLangHTTP(
             [url], api_key=api_key, request_timeout_s=request_timeout_s, key_variable=TEACHER_KEY

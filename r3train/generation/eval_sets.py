@@ -39,8 +39,8 @@ class EvalSet:
     score: Callable[[Sequence[RolloutSample]], Awaitable[list[float]]]  # of one prompt's samples
     make_episode: Callable[[Prompt], Episode]  # of one sample
     decode: Callable[[Sequence[int]], str]
-    segment_len: int | None = None  # most tokens of one request, as of a rollout's
-    samples_per_episode: int = 1  # sample ids that an episode may take
+    segment_len: int | None  # most tokens of one request, as of a rollout's
+    samples_per_episode: int  # sample ids that an episode may take
 
 
 class EvaluationEnded(Exception):

@@ -65,9 +65,9 @@ class SessionSettings:
     decode: Callable[[Sequence[int]], str]
     sampling: SamplingParams
     max_context_len: int
-    history: Literal["append", "template"] = "append"
-    max_calls: int = 64
-    max_answer_len: int | None = None
+    history: Literal["append", "template"]
+    max_calls: int
+    max_answer_len: int | None
 
 
 @dataclass(eq=False)

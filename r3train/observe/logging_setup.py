@@ -38,7 +38,7 @@ def log_path(run_dir: str | Path, rank: int) -> Path:
 
 
 def setup_logging(
-    run_dir: str | Path, rank: int, level: int | str = "INFO", *, in_parts: bool = False
+    run_dir: str | Path, rank: int, level: int | str, *, in_parts: bool
 ) -> LoggingSetup:
     """Send this process's logging, warnings and uncaught errors to its rank's file.
 

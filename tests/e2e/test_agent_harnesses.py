@@ -46,7 +46,12 @@ async def _harness(python, name, script, directory):
     command = [str(python), str(EXAMPLES / f"{name}.py")]
     async with opened(script) as (endpoint, access):
         task = {"prompt": "name colours", "metadata": {"accepted": ["red", "green"]}}
-        return await run_command(command, access, task, directory, timeout_s=300), endpoint.stats()
+        return (
+            await run_command(
+                command, access, task, directory, timeout_s=300, env_names=(), exit_code_fails=False
+            ),
+            endpoint.stats(),
+        )
 
 
 def _calls(name, word):
@@ -105,7 +110,15 @@ async def test_anthropics_client_gets_answers_streams_and_refusals(python, tmp_p
     answer = _calls("with_openai_agents", "red") | {"reasoning_content": "hm"}
     script = Script(answer, answer, *[ChatRefused(400, "context_length_exceeded", "40")] * 9)
     async with opened(script) as (endpoint, access):
-        await run_command([str(python), "-c", _ANTHROPICS], access, {}, tmp_path, timeout_s=300)
+        await run_command(
+            [str(python), "-c", _ANTHROPICS],
+            access,
+            {},
+            tmp_path,
+            timeout_s=300,
+            env_names=(),
+            exit_code_fails=False,
+        )
         assert endpoint.stats() == {"answers": 2, "refused": 1}
     assert script.deliveries == [(0, True), (1, True)]
     roles = [message["role"] for message in script.requests[1].messages]
@@ -158,7 +171,9 @@ async def test_smolagents_writes_each_answer_anew_and_pays_a_sample_for_each_cal
         program = tmp_path / "agent.py"  # it reads the source of a tool
         program.write_text(_SMOLAGENTS)
         command = [str(python), str(program), how]
-        await run_command(command, access, {}, tmp_path, timeout_s=300)
+        await run_command(
+            command, access, {}, tmp_path, timeout_s=300, env_names=(), exit_code_fails=False
+        )
         ignored = endpoint.stats().get("ignored_tool_choice", 0)
     samples = play.session.samples()
     assert_sound(samples)

@@ -116,7 +116,13 @@ def test_a_teachers_log_probs_equal_hf_with_and_without_a_cached_prompt(
     sampled[0] = replace(sampled[0], loss_mask=sampled[0].loss_mask & (np.arange(80) % 7 > 1))
 
     async def scored():
-        teacher = ServedTeacher(f"http://{server.addr}", max_concurrency=1)
+        teacher = ServedTeacher(
+            f"http://{server.addr}",
+            api_key=None,
+            request_timeout_s=300.0,
+            max_concurrency=1,
+            max_tries=3,
+        )
         try:
             return [await teacher(sample) for sample in sampled]
         finally:

@@ -41,7 +41,15 @@ async def played(
     play = Play(max_context_len=100_000)
     play.engine.answers = list(said)
     async with opened(play.session.answer) as (_, access):
-        reward = await run_command(list(map(str, command)), access, task, directory, timeout_s=300)
+        reward = await run_command(
+            list(map(str, command)),
+            access,
+            task,
+            directory,
+            timeout_s=300,
+            env_names=(),
+            exit_code_fails=False,
+        )
     return reward, play
 
 
@@ -144,7 +152,9 @@ async def test_what_verifiers_could_not_ask_is_no_reward_of_0(verifiers, tmp_pat
     async with opened(Script(*[refused] * 20)) as (_, access):
         with pytest.raises(AgentFailed, match="not this one"):
             words = list(map(str, [*command, "play"]))
-            await run_command(words, access, row, tmp_path, timeout_s=300)
+            await run_command(
+                words, access, row, tmp_path, timeout_s=300, env_names=(), exit_code_fails=False
+            )
 
 
 # -- Harbor --------------------------------------------------------------------------------------

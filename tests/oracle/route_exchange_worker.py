@@ -72,7 +72,7 @@ def counted_sends() -> Iterator[Counter[int]]:
 def places(world: int, tp=1, cp=1, pp=1, vpp=1, sp=False) -> list[RankTopology]:
     """Every rank's place, in Megatron's order: tensor, context, data, pipeline."""
     dp = world // (tp * cp * pp)
-    layers = stage_layer_numbers(LAYERS, pp, vpp_size=vpp)
+    layers = stage_layer_numbers(LAYERS, pp, vpp_size=vpp, first=None, last=None)
     out = []
     for rank in range(world):
         rest, tp_rank = divmod(rank, tp)

@@ -136,6 +136,9 @@ async def _played() -> Session:
         decode=lambda ids: bytes(ids).decode("latin-1"),
         sampling=SamplingParams(4000),
         max_context_len=4000,
+        history="append",
+        max_calls=64,
+        max_answer_len=None,
     )
     prompt = Prompt("session", 0, "", np.zeros(1, np.int32), None)
     session = Session(settings, model, prompt, 64, fail=fail)

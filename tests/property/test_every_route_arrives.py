@@ -88,7 +88,9 @@ def test_every_real_sample_position_and_layer_reaches_exactly_its_place(
 ):
     t = topology
     sp = t["sp"] and t["tp"] > 1
-    chunks = stage_layer_numbers(t["num_layers"], t["pp"], vpp_size=t["vpp"], first=t["first"])
+    chunks = stage_layer_numbers(
+        t["num_layers"], t["pp"], vpp_size=t["vpp"], first=t["first"], last=None
+    )
     samples = [sample_of(i, n, t["num_layers"]) for i, n in enumerate(lengths)]
     places = [
         RankTopology(
@@ -135,7 +137,7 @@ def test_every_real_sample_position_and_layer_reaches_exactly_its_place(
 
 
 def test_27_layers_over_2_stages_with_13_in_the_first():
-    (first,), (second,) = stage_layer_numbers(27, 2, first=13)
+    (first,), (second,) = stage_layer_numbers(27, 2, vpp_size=1, first=13, last=None)
     assert first == tuple(range(1, 14)) and second == tuple(range(14, 28))
 
 
@@ -159,7 +161,12 @@ def test_61_layers_over_4_stages_and_2_virtual_ones_with_uneven_ends():
     ("num_layers", "stages", "ranks", "shape"),
     [
         # 27 layers (DeepSeek-V2-Lite) in 13 + 14, and DeepSeek-V3's 61 in 8 chunks, at paper size
-        (27, stage_layer_numbers(27, 2, first=13), dict(pp_size=2, cp_size=2), (64, 6)),
+        (
+            27,
+            stage_layer_numbers(27, 2, vpp_size=1, first=13, last=None),
+            dict(pp_size=2, cp_size=2),
+            (64, 6),
+        ),
         (61, parse_pipeline_layout("Et*7|(t*8|)*6t*6L", 4), dict(pp_size=4, cp_size=2), (256, 8)),
     ],
 )

@@ -16,12 +16,13 @@ from tests.unit.agents.scripted import until
 
 
 _ACCESS = Access("http://127.0.0.1:1/v1", "sk-session")
+SETTINGS = dict(timeout_s=60.0, env_names=(), exit_code_fails=False)
 _TASK = {"prompt": "ask", "metadata": {"a": [1]}}
 
 
 async def _run(path, program, **settings):
     command = [sys.executable, "-c", program]
-    return await run_command(command, _ACCESS, _TASK, path, **{"timeout_s": 60.0} | settings)
+    return await run_command(command, _ACCESS, _TASK, path, **SETTINGS | settings)
 
 
 async def test_a_harness_gets_its_task_and_its_reward_is_read(tmp_path):
@@ -134,7 +135,7 @@ async def test_no_proxy_stands_between_a_harness_and_its_endpoint(tmp_path, monk
 
 async def test_a_command_that_is_not_there_fails_by_name(tmp_path):
     with pytest.raises(AgentFailed, match="exit code 127; .*\nno-such-harness: No such file"):
-        await run_command(["no-such-harness", "x"], _ACCESS, _TASK, tmp_path, timeout_s=60.0)
+        await run_command(["no-such-harness", "x"], _ACCESS, _TASK, tmp_path, **SETTINGS)
 
 
 # It ignores SIGTERM; so does a grandchild that left its group.  The reward must never count.
@@ -235,7 +236,7 @@ async def test_a_harness_ends_with_the_run_that_is_killed(tmp_path):
         from r3train.agents.command import run_command
         from r3train.agents.http import Access
         command, directory = [sys.executable, "-c", sys.argv[2]], pathlib.Path(sys.argv[1])
-        asyncio.run(run_command(command, Access("http://x/v1", "k"), {}, directory, timeout_s=600))
+        asyncio.run(run_command(command, Access("http://x/v1", "k"), {}, directory, timeout_s=600, env_names=(), exit_code_fails=False))
     """
     program = _STUBBORN.replace("END", "time.sleep(1000)")
     process = await asyncio.create_subprocess_exec(

@@ -46,7 +46,15 @@ async def _end(directory: Path, *command: str, timeout_s: float = 600.0):
     """The outcome of a session, its seconds, and the processes that it left."""
     began = time.monotonic()
     try:
-        outcome = await run_command(command, _ACCESS, {}, directory, timeout_s=timeout_s)
+        outcome = await run_command(
+            command,
+            _ACCESS,
+            {},
+            directory,
+            timeout_s=timeout_s,
+            env_names=(),
+            exit_code_fails=False,
+        )
     except AgentFailed as error:
         outcome = str(error)
     seconds = time.monotonic() - began

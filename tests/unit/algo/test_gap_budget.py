@@ -65,6 +65,7 @@ class World:
             rechecked=(delivered, again),
             canaries=read_by if canaries else None,
             replayed=self.replayed,
+            flushed=True,
         )
 
 
@@ -115,12 +116,14 @@ def test_without_canaries_tokens_of_the_actors_own_weights_tell_what_staleness_a
 def test_a_step_of_one_age_has_no_staleness_if_its_tokens_are_of_the_actors_weights():
     metrics = {"train/num_loss_tokens": 10, "train/log_prob_gap_k1": 0.1}
     metrics |= {"train/log_prob_gap_k3": 0.2}
-    budget = gap_budget(metrics)
+    budget = gap_budget(metrics, replayed=True, flushed=True)
     assert budget["gap/staleness_k3"] == 0 and budget["gap/rest_k3"] == 0.2
     # and a step without an engine has no gap at all
-    assert gap_budget({"train/loss": 1.0}) == {}
+    assert gap_budget({"train/loss": 1.0}, replayed=True, flushed=True) == {}
     nothing = (np.zeros(0), np.zeros(0))
-    assert "gap/server_k3" not in gap_budget(metrics, rechecked=nothing)
+    assert "gap/server_k3" not in gap_budget(
+        metrics, rechecked=nothing, replayed=True, flushed=True
+    )
 
 
 def test_a_cache_counts_by_the_tokens_that_stand_behind_it():
@@ -128,7 +131,7 @@ def test_a_cache_counts_by_the_tokens_that_stand_behind_it():
     metrics |= {f"train/log_prob_gap_{stat}": 0.0 for stat in ADDED}
     same = np.array([-1.0, -2.0])
     read = CanaryLogProbs(server=same, actor=same, early=same, warm=same - 0.1)
-    budget = gap_budget(metrics, canaries=read)
+    budget = gap_budget(metrics, canaries=read, replayed=True, flushed=True)
     assert budget["gap/cache_mean"] == pytest.approx(0.1)
     assert budget["gap/cache_k1"] == pytest.approx(-0.05)
     assert budget["gap/cache_p999"] == pytest.approx(0.1)
@@ -142,13 +145,15 @@ def test_without_a_flush_the_cache_is_what_tokens_behind_a_cached_prefix_have_mo
     behind = {"train/log_prob_gap_k1_rows_cached": 0.04, "train/log_prob_gap_k3_rows_cached": 0.008}
     same = np.array([-1.0, -2.0])
     read = CanaryLogProbs(server=same, actor=same, early=same, warm=same)
-    budget = gap_budget(metrics | behind, canaries=read, flushed=False)
+    budget = gap_budget(metrics | behind, canaries=read, replayed=True, flushed=False)
     assert budget["gap/cache_k3"] == pytest.approx(0.006)
     assert budget["gap/cache_k1"] == pytest.approx(0.03)
     assert budget["gap/rest_k3"] == pytest.approx(0, abs=1e-12)
     # only as far as there is a rest: the other tokens have a gap of another cause
-    less = gap_budget(metrics | behind | {"train/log_prob_gap_k3": 0.003}, flushed=False)
+    less = gap_budget(
+        metrics | behind | {"train/log_prob_gap_k3": 0.003}, replayed=True, flushed=False
+    )
     assert less["gap/cache_k3"] == pytest.approx(0.003) and less["gap/rest_k3"] == 0
     # with a flush nothing of it is the cache's
-    flushed = gap_budget(metrics | behind, canaries=read)
+    flushed = gap_budget(metrics | behind, canaries=read, replayed=True, flushed=True)
     assert flushed["gap/cache_k3"] == 0 and flushed["gap/rest_k3"] == 0.006

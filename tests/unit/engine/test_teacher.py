@@ -53,9 +53,12 @@ async def scores(_request, body):
     return web.json_response(scored(body))
 
 
+SETTINGS = dict(api_key=None, request_timeout_s=300.0, max_concurrency=64, max_tries=3)
+
+
 async def ask(fake: Fake, call, **options):
     async with fake.running() as addr:
-        teacher = ServedTeacher(f"http://{addr}", **options)
+        teacher = ServedTeacher(f"http://{addr}", **SETTINGS | options)
         try:
             return await call(teacher)
         finally:

@@ -118,6 +118,9 @@ class Play:
                 "decode": lambda ids: self.words.decode(ids, skip_special_tokens=False),
                 "sampling": SamplingParams(max_new_tokens=4000),
                 "max_context_len": 5000,
+                "history": "append",
+                "max_calls": 64,
+                "max_answer_len": None,
             }
             | settings
         )

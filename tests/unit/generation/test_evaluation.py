@@ -35,6 +35,8 @@ def eval_set(name="held_out", num_prompts=3, num_samples=2, score=length_as_rewa
         score=score,
         make_episode=lambda prompt: generate_once,
         decode=lambda ids: " ".join(map(str, ids)),
+        segment_len=None,
+        samples_per_episode=1,
     )
 
 

@@ -403,8 +403,8 @@ BUGS = {
             agents, "session_settings", line, instead, settings_arrive
         )
         for line, instead in (
-            ("history=config.agent.agent_history,", ""),
-            ("max_calls=config.agent.agent_max_calls,", ""),
+            ("history=config.agent.agent_history,", "history='append',"),
+            ("max_calls=config.agent.agent_max_calls,", "max_calls=64,"),
             ("SamplingParams(config.rollout.rollout_max_response_len)", "SamplingParams(16)"),
             ("context_len(config, hf)", "512"),
             (

@@ -39,7 +39,7 @@ def test_kernels_and_cache_are_read_off_the_same_tokens_of_all_servers():
     np.testing.assert_allclose(np.unique(found.early - found.warm), [0.0, 0.5])
     metrics = {"train/num_loss_tokens": 8, "train/loss_tokens_rows_cached": 2}
     metrics |= dict.fromkeys([f"train/log_prob_gap_{stat}" for stat in ("k1", "k3")], 1.0)
-    budget = gap_budget(metrics, canaries=found)
+    budget = gap_budget(metrics, canaries=found, replayed=True, flushed=True)
     assert budget["gap/kernels_mean"] == pytest.approx(0.5)
     assert budget["gap/routing_mean"] == pytest.approx(0.5)  # R3 took it out of the gap
     assert budget["gap/cache_mean"] == pytest.approx(0.25)

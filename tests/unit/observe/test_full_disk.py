@@ -80,7 +80,7 @@ def test_a_log_that_is_full_is_said_once_and_the_error_of_the_run_is_the_last_li
         tmp_path,
         f"""
         from r3train.observe.logging_setup import setup_logging
-        setup = setup_logging(run_dir, rank, in_parts={in_parts})
+        setup = setup_logging(run_dir, rank, 'INFO', in_parts={in_parts})
         logger = logging.getLogger("r3train.loop")
         logger.info("a first line")
         full_at(2000)
@@ -114,7 +114,7 @@ def program():
     run_dir, rank = sys.argv[1], int(sys.argv[2])
     with RunDisplay(1, rank == 0, live=False) as display:
         display.note("before there is a log")
-        setup = setup_logging(run_dir, rank)
+        setup = setup_logging(run_dir, rank, 'INFO', in_parts=False)
         for number in range(3):
             display.note(f"a token of the display: \u0120{number}")
             print("a token of the user's: \u0120")
@@ -178,7 +178,7 @@ def test_a_log_that_is_full_leaves_nothing_to_fail_at_the_end_of_the_process(tmp
         tmp_path,
         """
         from r3train.observe.logging_setup import setup_logging
-        setup = setup_logging(run_dir, rank)
+        setup = setup_logging(run_dir, rank, 'INFO', in_parts=False)
         full_at(200)
         for number in range(100):
             logging.getLogger("r3train.loop").info("line %d", number)
@@ -192,7 +192,7 @@ def test_a_mistake_in_a_call_of_logging_is_still_shown(tmp_path):
         tmp_path,
         """
         from r3train.observe.logging_setup import setup_logging
-        setup = setup_logging(run_dir, rank)
+        setup = setup_logging(run_dir, rank, 'INFO', in_parts=False)
         logging.getLogger("r3train.loop").info("%d", "no number")
         """,
     )

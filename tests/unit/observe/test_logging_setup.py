@@ -17,7 +17,7 @@ from r3train.observe.logging_setup import log_path, setup_logging
 @pytest.fixture
 def rank0(tmp_path):
     logging.captureWarnings(False)  # a job that a test ran in this process left it on
-    setup = setup_logging(tmp_path, 0, "INFO")
+    setup = setup_logging(tmp_path, 0, "INFO", in_parts=False)
     yield setup
     setup.close()
 
@@ -27,7 +27,7 @@ def in_a_process(tmp_path, body, rank):
     header = (
         "import logging, os, sys, warnings\n"
         "from r3train.observe.logging_setup import setup_logging\n"
-        f"setup = setup_logging({str(tmp_path)!r}, {rank})\n"
+        f"setup = setup_logging({str(tmp_path)!r}, {rank}, 'INFO', in_parts=False)\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", header + script], capture_output=True, text=True, timeout=60
@@ -75,7 +75,7 @@ def test_a_library_that_prints_its_own_warnings_is_led_to_the_file(tmp_path, cap
     library = logging.getLogger("some_library")
     library.addHandler(logging.StreamHandler(sys.stderr))
     library.propagate = False
-    setup = setup_logging(tmp_path, 0)
+    setup = setup_logging(tmp_path, 0, "INFO", in_parts=False)
     try:
         logging.getLogger("some_library.part").warning("chatter")
     finally:
@@ -99,12 +99,12 @@ def test_ranks_have_files_of_their_own(tmp_path):
 
 def test_an_unknown_level_is_refused_by_name(tmp_path):
     with pytest.raises(ValueError, match="log_level is 'LOUD', expected one of .*INFO"):
-        setup_logging(tmp_path, 0, "LOUD")
+        setup_logging(tmp_path, 0, "LOUD", in_parts=False)
 
 
 def test_closing_puts_handlers_and_hooks_back(tmp_path):
     before = (list(logging.root.handlers), logging.root.level, sys.excepthook, threading.excepthook)
-    setup_logging(tmp_path, 0, "DEBUG").close()
+    setup_logging(tmp_path, 0, "DEBUG", in_parts=False).close()
     after = (list(logging.root.handlers), logging.root.level, sys.excepthook, threading.excepthook)
     assert before == after
 
@@ -165,7 +165,7 @@ def test_a_log_that_cannot_be_parted_goes_on_in_its_file(tmp_path, monkeypatch, 
 
     monkeypatch.setattr("r3train.data.rotated_files.PART_BYTES", 100)
     monkeypatch.setattr("r3train.data.rotated_files.close_part", refused)
-    setup = setup_logging(tmp_path, 0, in_parts=True)
+    setup = setup_logging(tmp_path, 0, "INFO", in_parts=True)
     try:
         for i in range(20):
             logging.getLogger("r3train.x").info("line %d.", i)
@@ -181,7 +181,7 @@ def test_a_log_in_parts_loses_no_line_and_no_print_and_parts_no_call(tmp_path):
         from r3train.data import rotated_files
         rotated_files.PART_BYTES = 3000
         setup.close()
-        setup = setup_logging(sys.argv[-1], 1, in_parts=True)
+        setup = setup_logging(sys.argv[-1], 1, 'INFO', in_parts=True)
         for i in range(60):
             logging.getLogger("r3train.x").info("R3 wrapper: %d", i)
             os.write(1, f"print {i}\\n".encode())

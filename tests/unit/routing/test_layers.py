@@ -79,7 +79,7 @@ def test_61_layers_cannot_be_split_evenly_over_virtual_stages():
 @pytest.mark.parametrize("first, last", [(None, None), (20, 8), (5, None)])
 def test_layers_that_do_not_divide_are_refused(first, last):
     with pytest.raises(ValueError, match="do not divide"):
-        stage_layer_numbers(27, 4, first=first, last=last)
+        stage_layer_numbers(27, 4, vpp_size=1, first=first, last=last)
 
 
 def test_recomputed_layers_follow_granularity_and_method():
@@ -112,8 +112,8 @@ def test_recomputed_layers_follow_granularity_and_method():
 )
 def test_ends_that_do_not_add_up_are_refused(num_layers, pp, first, last, message):
     with pytest.raises(ValueError, match=message):
-        stage_layer_numbers(num_layers, pp, first=first, last=last)
+        stage_layer_numbers(num_layers, pp, vpp_size=1, first=first, last=last)
 
 
 def test_one_stage_may_name_all_its_layers():
-    assert stage_layer_numbers(3, 1, first=3) == [[(1, 2, 3)]]
+    assert stage_layer_numbers(3, 1, vpp_size=1, first=3, last=None) == [[(1, 2, 3)]]
