@@ -182,12 +182,16 @@ def eval_settings(job: Job, weights: Path | None = None) -> dict[str, str]:
     weights: the checkpoint that training began with; None: hf_checkpoint.
     """
     rollout, data = job.config.rollout, job.config.data
+    judge = {name: value for name, value in data if name.startswith("judge_")}
     shared = {
         "weights": str(weights or job.config.model.hf_checkpoint),
         "seed": rollout.rollout_seed,
         "stop": job.stop_token_ids,
         "context": rollout.rollout_max_context_len,
-        "reward": (data.rm_type, data.custom_rm_path, data.reward_key),
+        "served": rollout.rollout_weights,
+        "prompts": (rollout.rollout_max_prompt_len, data.apply_chat_template_kwargs, data.tool_key),
+        "reward": (data.rm_type, data.custom_rm_path, data.reward_key, data.group_rm),
+        "judge": {**judge, "rm_url": data.rm_url},
         "environment": rollout.environment,
         **({"agent": job.config.agent.model_dump(mode="json")} if job.config.agent.named else {}),
         "turns": (rollout.environment_max_turns, rollout.environment_max_turn_len),
@@ -200,6 +204,7 @@ def eval_settings(job: Job, weights: Path | None = None) -> dict[str, str]:
                 **shared,
                 **each.dataset.model_dump(mode="json", exclude={"path"}),
                 "sha256": each.prompt_file.sha256,
+                "reward_code": each.reward.code,
             }
         )
         for each in job.eval_data
