@@ -181,7 +181,7 @@ def server_of(recipe: Recipe, directory: Path) -> SGLangServer:
             args |= {"nnodes": int(nodes), "node_rank": 0, "dist_init_addr": "node:25000"}
         args |= served_gpus(args, num_gpus=int(gpus), local_index=0, num_visible=8)
     else:
-        args = _server_args(SimpleNamespace(config=config), 0, [range(4, 8)])
+        args = _server_args(config, 0, [range(4, 8)])
     hf = read_hf_facts(model)
     return build_server(config, hf, Path("sglang.log"), args, 0, port=25321, device="cuda")
 

@@ -127,8 +127,8 @@ class Engines(RolloutFleet):
 
         num_ranks: ranks of this node, which take the first GPUs; None means as torchrun says.
         """
-        if not self._servers:
-            self._servers = start_servers(self.job, self._run_dir, num_ranks)
+        if not any(server.started for server in self._servers):
+            self._servers = start_servers(self.job, self._run_dir, num_ranks, self._servers)
 
     def route_wire_bytes(self) -> int:
         """Base64 bytes of routes that this process's client has received."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +13,7 @@ import click
 
 from r3train.config import RunConfig
 from r3train.config.cross_checks import replayed_index_topk
-from r3train.config.hf_facts import HfModelFacts
+from r3train.config.hf_facts import HfModelFacts, read_hf_facts
 from r3train.engine.addresses import LOOPBACK
 from r3train.engine.key import engine_api_key
 from r3train.engine.server import SGLangServer
@@ -22,40 +24,63 @@ if TYPE_CHECKING:
     from r3train.launch.job.checked_job import Job
 
 
-def start_servers(job: Job, run_dir: Path, num_ranks: int | None = None) -> list[SGLangServer]:
+def prepare_servers(config: RunConfig) -> list[SGLangServer]:
+    """Let this run's servers import what they need while its checks run: ``start_servers`` starts them.
+
+    None where a check will refuse the run for what its servers need, and of fp8, whose checkpoint is not written yet.
+    """
+    if config.serves_fp8:
+        return []
+    servers: list[SGLangServer] = []
+    with suppress(ValueError, OSError):  # the checks say it
+        servers = _build_servers(config, read_hf_facts(config.model.hf_checkpoint), Path())
+    return [server.prepare() for server in servers]
+
+
+def start_servers(
+    job: Job, run_dir: Path, num_ranks: int | None = None, prepared: Sequence[SGLangServer] = ()
+) -> list[SGLangServer]:
     """Start this run's servers and return at once; none where others generate, or nobody does.
 
     num_ranks: ranks of this node, which take the first GPUs; None means as torchrun says.
+    prepared: these servers, where they import already.
     Raises ValueError for a server's flags or GPUs; then none is started.
     """
-    config = job.config
+    servers = prepared or _build_servers(job.config, job.hf, run_dir, num_ranks)
+    if servers and job.config.serves_fp8:
+        checkpoint = job.config.served_checkpoint(run_dir)
+        click.echo(f"writing the servers' checkpoint in fp8: {checkpoint} ...", err=True)
+        write_fp8_checkpoint(job.hf, checkpoint)
+    names = [f"sglang_{i}.log" for i in range(len(servers))] if len(servers) > 1 else ["sglang.log"]
+    return [server.start(run_dir / "logs" / name) for server, name in zip(servers, names)]
+
+
+def _build_servers(
+    config: RunConfig, hf: HfModelFacts, run_dir: Path, num_ranks: int | None = None
+) -> list[SGLangServer]:
     if not config.has_engines or config.rollout.rollout_external_engine_addrs:
         return []
     checkpoint = config.served_checkpoint(run_dir)
-    if config.serves_fp8:
-        click.echo(f"writing the servers' checkpoint in fp8: {checkpoint} ...", err=True)
-        write_fp8_checkpoint(job.hf, checkpoint)
-    count = config.rollout.rollout_num_engines
     gpus = server_gpus_here(config, num_ranks)
     # one key for all servers, which only this job knows: every user of the node reaches loopback
     api_key = engine_api_key(os.environ) or secrets.token_hex(16)
     servers = []
-    for i in range(count):
-        args = _server_args(job, i, gpus)
+    for i in range(config.rollout.rollout_num_engines):
+        args = _server_args(config, i, gpus)
         server = build_server(
             config,
-            job.hf,
-            run_dir / "logs" / ("sglang.log" if count == 1 else f"sglang_{i}.log"),
+            hf,
+            run_dir / "logs",
             args,
             i,
             checkpoint,
             host=str(args.pop("host", LOOPBACK)),
             port=args.pop("port", None),
             api_key=api_key,
-            adapter_flags=_adapter_flags(job),
+            adapter_flags=_adapter_flags(config, hf),
         )
         servers.append(server)
-    return [server.start() for server in servers]
+    return servers
 
 
 def build_server(
@@ -87,22 +112,22 @@ def build_server(
     )
 
 
-def _server_args(job: Job, index: int, gpus: list[range]) -> dict[str, object]:
+def _server_args(config: RunConfig, index: int, gpus: list[range]) -> dict[str, object]:
     """Return a server's flags, with its own port and its own GPUs."""
-    given: dict[str, object] = dict(job.config.rollout.sglang)
+    given: dict[str, object] = dict(config.rollout.sglang)
     if "port" in given:
         given["port"] = int(given["port"]) + index
     if gpus:
         given["base_gpu_id"] = gpus[index].start
-    if job.config.rollout.colocate:
+    if config.rollout.colocate:
         given["enable_memory_saver"] = True
     return given
 
 
-def _adapter_flags(job: Job) -> dict[str, object] | None:
+def _adapter_flags(config: RunConfig, hf: HfModelFacts) -> dict[str, object] | None:
     """Return the flags of servers that get adapters; None if they get merged weights."""
-    if not job.config.serves_adapters:
+    if not config.serves_adapters:
         return None
     from r3train.engine.adapters import adapter_flags
 
-    return adapter_flags(job.config.lora, job.hf, job.config.rollout.max_weight_staleness)
+    return adapter_flags(config.lora, hf, config.rollout.max_weight_staleness)

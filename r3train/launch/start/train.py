@@ -21,7 +21,7 @@ import click
 from r3train.config import RunConfig
 from r3train.config.options import train_options, usage_errors
 from r3train.launch.gpus import server_gpus_here, torchruns_number
-from r3train.launch.start.local_servers import start_servers
+from r3train.launch.start.local_servers import prepare_servers, start_servers
 from r3train.launch.job.run_dir import (
     claim_directories,
     open_run_dir,
@@ -62,23 +62,22 @@ def main(config: RunConfig) -> None:
             if rank == 0:
                 show_dry_run(config, world_size)
             return
-        from r3train.launch.job.preflight import preflight
+    with ExitStack() as claims, ExitStack() as held:
+        run_dir, servers = None, prepare_servers(config) if rank == 0 else []
+        for server in servers:
+            held.callback(server.stop)
+        with usage_errors():
+            from r3train.launch.job.preflight import preflight
 
-        job = preflight(config, world_size, for_all_ranks=rank == 0, for_node=for_node or rank == 0)
-    with ExitStack() as claims:
-        run_dir, servers = None, []
-        if rank == 0:
-            raise_file_limit()
-            with usage_errors():
+            for_node = for_node or rank == 0
+            job = preflight(config, world_size, for_all_ranks=rank == 0, for_node=for_node)
+            if rank == 0:
+                raise_file_limit()
                 server_gpus_here(config)
                 run_dir = claim_directories(config, claims)
-                if not config.rollout.colocate:  # before torch is imported
-                    servers = start_servers(job, run_dir)
-        try:
-            sys.exit(run(job, rank, run_dir, servers))
-        finally:
-            for server in servers:
-                server.stop()
+                if not config.rollout.colocate:
+                    servers = start_servers(job, run_dir, prepared=servers)
+        sys.exit(run(job, rank, run_dir, servers))
 
 
 def show_dry_run(config: RunConfig, world_size: int, num_ranks: int | None = None) -> None:
