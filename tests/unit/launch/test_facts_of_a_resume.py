@@ -83,7 +83,11 @@ def facts(model, prompts, flags):
 def test_every_fact_is_compared(tiny, tmp_path):
     prompts = written(tmp_path)
     apart = {"lora", "model", "prompt_data_sha256", *OF_TEMPLATES}
-    assert {*CHANGED, *apart} == {*facts(tiny / "model", prompts, ())}
+    found = facts(tiny / "model", prompts, ())
+    assert {*CHANGED, *apart} == {*found}
+    heads = {"num_attention_heads", "num_key_value_heads", "hidden_size", "vocab_size"}
+    layers = {"model_type", "num_hidden_layers", "num_experts", "num_experts_per_tok"}
+    assert found["model"].keys() == heads | layers
 
 
 def test_a_resume_with_another_model_is_refused_before_anything_starts(tiny, tmp_path):

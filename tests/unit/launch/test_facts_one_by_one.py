@@ -1,8 +1,9 @@
-"""An evaluation's result is taken again only if all is as it was: each setting, one by one."""
+"""What was done before counts only if all is as it was, setting by setting: evaluations, waiting samples."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, get_args, get_origin
@@ -13,6 +14,7 @@ from pydantic import BaseModel
 from r3train.config import RunConfig
 from r3train.config.evaluation_settings import EvalDataset
 from r3train.launch.job.checked_job import eval_settings
+from r3train.launch.job.resume import sample_facts
 
 BASE = RunConfig.from_sources(
     flags={
@@ -111,14 +113,36 @@ def changed(section: BaseModel, name: str) -> BaseModel:
     return section.model_copy(update={name: value})
 
 
-def test_each_setting_that_decides_an_answer_or_its_reward_counts_and_no_other():
+def deciding(facts: Callable[[RunConfig], Any]) -> dict[str, set[str]]:
+    """By section, the settings of which another value gives other facts of a run."""
     found = defaultdict(set)
     for section in RunConfig.model_fields:
         for name in type(getattr(BASE, section)).model_fields:
             other_run = BASE.model_copy(update={section: changed(getattr(BASE, section), name)})
-            if fingerprint(other_run) != fingerprint(BASE):
+            if facts(other_run) != facts(BASE):
                 found[section].add(name)
-    assert found == DECIDES
+    return dict(found)
+
+
+def test_each_setting_that_decides_an_answer_or_its_reward_counts_and_no_other():
+    assert deciding(fingerprint) == DECIDES
+
+
+def facts_of_samples(config: RunConfig, code: str = "c") -> dict[str, Any]:
+    """The facts of a run's waiting samples."""
+    job = SimpleNamespace(config=config, prompt_file="read", reward=SimpleNamespace(code=code))
+    return sample_facts(job)
+
+
+def test_each_setting_that_decided_a_waiting_sample_or_its_reward_counts_and_no_other():
+    rewards = DECIDES["data"] - {"apply_chat_template_kwargs", "tool_key"}
+    assert deciding(facts_of_samples) == {
+        "agent": {"agent", "agent_failure_reward"},  # agent_command takes the place of agent
+        "algorithm": {"reward_keys", "reward_weights"},
+        "data": rewards | {"label_key", "metadata_key"},
+        "rollout": {"environment"},
+    }
+    assert facts_of_samples(BASE, "d") != facts_of_samples(BASE)
 
 
 @pytest.mark.parametrize("name", sorted(EvalDataset.model_fields.keys() - {"path"}))
