@@ -212,12 +212,16 @@ class AsyncLoop:
         if rollout_id or self.config.servers_may_hold_other_weights:
             self._update.publish(rollout_id)
         if self._canaries is not None:
-            self._canaries.begin(rollout_id)
+            self._canaries.begin(rollout_id, self._generate)
+        else:
+            self._generate()
+        self._begin_evaluation(rollout_id, at_start=True)
+
+    def _generate(self) -> None:
         if self.rank_zero is not None:
             self._source = self.run_state.watch(self.rank_zero.engines.start_producer())
             self._intake.set_source(self._source)
         self._update.set_source(self._source)
-        self._begin_evaluation(rollout_id, at_start=True)
 
     def _judge_canaries(
         self, weight_version: int, clock: PhaseClock, metrics: dict[str, Any]

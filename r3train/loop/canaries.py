@@ -144,8 +144,11 @@ class Canaries:
 
     # -- the start ---------------------------------------------------------------------------
 
-    def begin(self, version: int) -> None:
-        """Make the texts and measure the noise, while servers and actor hold the weights that this start begins with."""
+    def begin(self, version: int, generate: Callable[[], None] = lambda: None) -> None:
+        """Make the texts and measure the noise, while servers and actor hold the weights that this start begins with.
+
+        generate: called once the servers have read, which are free then.
+        """
         with rank_zero_alone():
             if self.rank_zero is not None:
                 if any(len(text) > self._longest for text in self._texts):
@@ -159,6 +162,7 @@ class Canaries:
                     scores, _ = self._ask(texts, version, at_once=at_once, reading=i)()
                     readings.append(scores)
                 self._begun = texts, readings
+        generate()
         if not self.config.rollout.colocate:  # else in the actor's first turn
             self._measure(version)
 

@@ -35,6 +35,7 @@ from rich.table import Table
 from rich.text import Text
 
 from r3train.config.sources import printable
+from r3train.observe.starts import StartParts
 from r3train.observe.step_line import duration, step_text, verdict_style
 
 logger = logging.getLogger(__name__)
@@ -52,7 +53,7 @@ class RunDisplay:
 
     Calls may come from any thread.  num_rollout is the number of rollouts the run will make, one
     training step each; ``live`` forces the moving progress on or off and defaults to whether the
-    console is a terminal.
+    console is a terminal.  ``parts`` learns of the phases, and is shown behind the first step.
     """
 
     def __init__(
@@ -63,7 +64,9 @@ class RunDisplay:
         live: bool | None = None,
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
+        parts: StartParts | None = None,
     ) -> None:
+        self._parts = parts
         self._num_rollout = num_rollout
         self._console = console or Console(highlight=False, file=UntilGone(sys.stdout))
         self._console.quiet = not enabled
@@ -101,6 +104,8 @@ class RunDisplay:
             self._line(Text.assemble(("failed: ", "bold red"), f"{name}, after {phase.elapsed}"))
             raise
         self._line(Text.assemble(("done: ", "green"), f"{name}, {phase.elapsed}"))
+        if self._parts is not None:
+            self._parts.end(name, time.time())
 
     def rollout_begin(self, rollout_id: int, num_groups: int) -> None:
         """A batch of ``num_groups`` prompts goes to the engine."""
@@ -136,6 +141,9 @@ class RunDisplay:
             width = self._console.width if self._live else None
             self._line(step_text(metrics, self._num_rollout, width))
             self._last_plain = self._clock()
+        if self._parts is not None and "perf/step_s" in metrics:
+            self.note(self._parts.end_first_step(metrics))
+            self._parts = None
 
     def note(self, text: str, style: str = "") -> None:
         """Print one line that belongs to no step, such as where the run directory is."""

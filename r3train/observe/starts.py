@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import psutil
 
+from r3train.config.files import write_atomically
 from r3train.data.json_lines import append_lines, read_lines
 
 if TYPE_CHECKING:
@@ -36,6 +41,41 @@ class Start(msgspec.Struct, frozen=True):
     gpu: str  # model of rank 0's
     versions: dict[str, str]  # by package, and python's
     commits: dict[str, str]  # of git checkouts: that of r3train and the working directory's
+    parts: dict[str, float] = {}  # seconds of each until the first step had ended, in order
+
+
+class StartParts:
+    """Seconds of each part of a start, from its command to the end of its first step; rank 0 has one.
+
+    launcher: the process that started the ranks.
+    """
+
+    def __init__(self, run_dir: Path, launcher: int) -> None:
+        self._run_dir, self.seconds, self._last = run_dir, {}, psutil.Process().create_time()
+        with suppress(psutil.Error):
+            began, self._last = self._last, psutil.Process(launcher).create_time()
+            self.end("launcher", began)
+        self.end("imports and checks", time.time())
+
+    def end(self, part: str, now: float) -> None:
+        """End a part, which began where the one before ended."""
+        self.seconds[part] = round(self.seconds.get(part, 0.0) + now - self._last, 3)
+        self._last = now
+
+    def end_first_step(self, metrics: Mapping[str, Any]) -> str:
+        """Write the parts into the last line of ``starts.jsonl``; returns them in words."""
+        now = time.time()
+        began, waited = now - metrics["perf/step_s"], metrics["perf/rollout_wait_s"]
+        self.end("before the first rollout", began)
+        self.end("waiting for the first rollout", began + waited)
+        self.end("first step", now)
+        path = self._run_dir / STARTS_FILE
+        if path.exists():  # or nothing is trained
+            *before, start = read_lines(path)
+            lines = [*before, {**start, "parts": self.seconds}]
+            write_atomically(path, "".join(f"{json.dumps(line)}\n" for line in lines))
+        words = ", ".join(f"{part} {seconds:.1f}" for part, seconds in self.seconds.items())
+        return f"the first step has ended after {sum(self.seconds.values()):.1f} s: {words}"
 
 
 def record_start(

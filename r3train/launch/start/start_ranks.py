@@ -7,6 +7,7 @@ adds one line, and only where no rank could speak.
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import signal
@@ -164,11 +165,13 @@ def start_ranks(
     logs = tempfile.TemporaryDirectory(prefix="r3train-ranks-", ignore_cleanup_errors=True)
     stop = _Forwarder(Path(logs.name))
     with logs, stop.installed():
+        gc.disable()  # while torch is imported, of which it would be a third
         from torch.distributed import DistError
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.launcher.api import elastic_launch, LaunchConfig
 
+        gc.enable()
         silence_failures()
         launch = LaunchConfig(
             min_nodes=nnodes,

@@ -126,6 +126,9 @@ def run(job: Job, rank: int, run_dir: Path | None, servers: Sequence[SGLangServe
     began = time.monotonic()
     # from here on there is a display to close
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    from r3train.observe.starts import StartParts
+
+    parts = None if run_dir is None else StartParts(run_dir, PARENT)
     from r3train.launch.start.last_words import LastWords
     from r3train.loop.stop import StopSignal
     from r3train.observe.console import RunDisplay
@@ -134,14 +137,14 @@ def run(job: Job, rank: int, run_dir: Path | None, servers: Sequence[SGLangServe
 
     config = job.config
     live = None if config.run.progress else False
-    with RunDisplay(config.rollout.num_rollout, enabled=rank == 0, live=live) as display:
+    with RunDisplay(config.rollout.num_rollout, rank == 0, live=live, parts=parts) as display:
         words = LastWords(rank, display, (config.checkpoint.save, config.checkpoint.save_hf))
         announce = (
             (lambda name: display.note(stopping(config, name), "yellow")) if rank == 0 else None
         )
         stop = StopSignal(config.faults.signal_grace_s, PARENT, announce)
         try:
-            with ExitStack() as parts:
+            with ExitStack() as opened:
                 try:
                     with display.phase("joining the ranks"):
                         uses_deep_ep = config.model.moe_token_dispatcher_type == "flex"
@@ -153,12 +156,12 @@ def run(job: Job, rank: int, run_dir: Path | None, servers: Sequence[SGLangServe
                             config.parallel.distributed_backend,
                             config.parallel.distributed_timeout_minutes,
                         )
-                        parts.callback(topology.shutdown)
+                        opened.callback(topology.shutdown)
                         words.run_dir = open_run_dir(config, run_dir, broadcast_json)
                         words.log = setup_logging(
                             words.run_dir, rank, config.run.log_level, in_parts=config.sums_evidence
                         )
-                    train(job, device, rank, words.run_dir, display, stop, parts, servers)
+                    train(job, device, rank, words.run_dir, display, stop, opened, servers)
                 except (Exception, SystemExit) as error:  # the user's code may call sys.exit(0)
                     words.say(error)  # before all is closed
                     raise

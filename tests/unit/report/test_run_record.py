@@ -6,15 +6,17 @@ import os
 import re
 import subprocess
 import sys
+import time
 from html import unescape
 from importlib.metadata import version
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
 from r3train.config import RunConfig
-from r3train.observe.starts import read_starts, record_start, STARTS_FILE
+from r3train.observe.starts import read_starts, record_start, StartParts, STARTS_FILE
 from tests.unit.report_runs import page_of, report, with_metrics
 
 ROOT = Path(__file__).parents[3]
@@ -121,3 +123,21 @@ def test_a_run_of_another_version_is_shown_with_the_settings_that_it_has(tmp_pat
     found = rows(page_of(run), "from the default")
     assert found["gone.setting"] == ["unset", "x"] and found["trainer.lr"] == ["1e-06", "fast"]
     assert found["top"] == ["unset", "1"]
+
+
+def test_the_parts_of_a_start_add_up_to_its_first_step_and_stand_in_its_own_line(tmp_path):
+    started(tmp_path, "2026-01-01T00:00:00Z")
+    began = psutil.Process(os.getpid()).create_time()
+    parts = StartParts(tmp_path, os.getpid())
+    parts.end("joining", time.time())
+    assert read_starts(tmp_path)[0].parts == {}
+    started(tmp_path, "2026-01-02T00:00:00Z", first_step=5)
+    said = parts.end_first_step({"perf/step_s": 0.02, "perf/rollout_wait_s": 0.01})
+    first, second = read_starts(tmp_path)
+    assert first.parts == {} and list(second.parts)[-2:] == [
+        "waiting for the first rollout",
+        "first step",
+    ]
+    assert sum(second.parts.values()) == pytest.approx(time.time() - began, abs=0.5)
+    assert second.parts["first step"] == pytest.approx(0.01, abs=0.002)
+    assert all(part in said for part in second.parts)
