@@ -63,7 +63,7 @@ def test_an_evaluated_session_holds_no_slot_between_its_calls():
     with producer_of(engine, waits_for_the_rollout, **how) as producer:
         producer.begin_evaluation([sessions(producer)])
         try:
-            assert len(producer.next_batch(0, _raising_after(20))) == 2
+            assert len(producer.next_batch(0, _raising_after(200))) == 2
         finally:
             producer._loop.call_soon_threadsafe(complete.set)
         producer.await_evaluation()
