@@ -289,6 +289,30 @@ def test_waiting_samples_of_another_reward_are_scored_again_and_not_generated(of
     assert sorted(sample_id % 4 for sample_id, _ in backend.asked) == [2] * 3 + [3] * 3
 
 
+@pytest.mark.parametrize("of_group", [False, True])
+def test_a_complete_group_that_waits_is_trained_with_the_new_reward_alone(of_group):
+    async def before(sample):
+        return 0.1
+
+    async def now(sample):
+        await asyncio.sleep(0.05)
+        return 5.0
+
+    async def now_for_all(samples):
+        return [await now(sample) for sample in samples]
+
+    with producer_of(FakeBackend(), {"scorer": GroupScorer(before)}) as producer:
+        while not producer.stats()["buffered_groups"]:
+            time.sleep(0.01)
+        state = producer.snapshot()
+    assert state.samples
+    after = GroupScorer(score_group=now_for_all) if of_group else GroupScorer(now)
+    options = {"scorer": after, "state": replace(state, score_again=True)}
+    with producer_of(FakeBackend(), options) as producer:
+        groups = producer.next_batch(0)
+    assert [[reward for _, reward in group] for group in groups] == [[5.0] * 2] * 3
+
+
 async def _buffer_state(producer):
     """The buffer as it is, without waiting for rewards."""
     return producer._buffer.snapshot()

@@ -26,18 +26,26 @@ def session(number: int, roots: int) -> list:
 
 
 @pytest.mark.parametrize("episode_reward", [None, 0.25])
-def test_all_samples_of_a_session_have_the_reward_of_its_last_one(episode_reward):
+def test_all_samples_of_a_session_have_the_reward_of_its_last_one_and_the_teachers_log_probs(
+    episode_reward,
+):
     asked = []
 
     async def score(sample) -> float:
         asked.append(sample)
         return 0.5
 
+    async def teacher(sample):
+        return replace(sample, teacher_log_probs=np.full(sample.num_tokens, -1.0, np.float32))
+
     samples = session(1, roots=3)
     group = Group(0, samples[0].prompt)
-    found = asyncio.run(GroupScorer(score=score)(group, 2, samples, episode_reward, 4))
+    scorer = GroupScorer(score=score, teacher=teacher)
+    found = asyncio.run(scorer(group, 2, samples, episode_reward, 4))
     assert [reward for _, reward in found[2]] == [episode_reward or 0.5] * 3
-    assert asked == ([samples[-1]] if episode_reward is None else [])
+    assert all((sample.teacher_log_probs == -1.0).all() for sample, _ in found[2])
+    last = samples[-1].sample_id
+    assert [s.sample_id for s in asked] == ([last] if episode_reward is None else [])
 
 
 def test_a_session_counts_once_however_many_samples_it_has():
