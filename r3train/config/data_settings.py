@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from r3train.config.requirements import excludes, requires
+from r3train.config.requirements import check, excludes, requires
 from r3train.config.section import Section
 from r3train.config.sources import IMPORT_PATH, URL
+
+if TYPE_CHECKING:
+    from r3train.config.run import RunConfig
 
 # the defaults: their absence is no mistake
 LABEL_KEY, METADATA_KEY = "label", "metadata"
@@ -86,6 +90,12 @@ class DataSection(Section):
     the data.  With --loss-type sft: of conversations that are too long."""
     rollout_shuffle: bool = True
     """Take prompts in a new order every epoch, which follows from rollout_seed."""
+    prompt_sampling: Annotated[
+        Literal["uniform", "difficulty"],
+        requires("has_engines: nothing else tells how hard a prompt is", when="difficulty"),
+    ] = "uniform"
+    """The prompts of an epoch: all, or those whose mean reward, each held to 0..1, was below 0.95 when they were
+    trained last, those above 0 twice.  RUN/pass_rates.jsonl keeps it; when all are solved, all come again."""
     rm_type: str | None = Field(default=None, min_length=1)
     """Reward by registered name: accepted_words, exact_match, math, gsm8k, dapo, gpqa, f1, remote_rm,
     llm_judge, code; boxed_ before a name scores the last box only.  metadata.rm_type of a row wins."""
@@ -135,6 +145,11 @@ class DataSection(Section):
         if None in weights and set(weights) != {None}:
             raise ValueError("give every file a weight (PATH*0.3), or none")
         return value
+
+    @check
+    def _difficulty_or_weights(self, run: RunConfig) -> Iterator[str]:
+        if self.prompt_sampling == "difficulty" and self.prompt_files[0].weight is not None:
+            yield "--prompt-sampling difficulty draws from all files alike: PATH without *WEIGHT"
 
     @field_validator("apply_chat_template_kwargs", mode="before")
     @classmethod

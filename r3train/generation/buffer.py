@@ -17,6 +17,7 @@ import numpy as np
 
 from r3train.algo.reward_stats import zero_variance
 from r3train.config.rollout_settings import RolloutSection
+from r3train.data.curriculum import pass_rate
 from r3train.generation.stitch import oldest_version
 from r3train.types import Prompt, Rechecked, RolloutSample, Scored
 
@@ -59,6 +60,7 @@ class Outcome:
     outcome: str
     step: int  # the train step that took it, or the next one when it was dropped
     staleness: int | None = None
+    pass_rate: float | None = None  # of a group that was trained, or dropped when complete
 
 
 @dataclass(frozen=True)
@@ -214,9 +216,11 @@ class GroupBuffer:
 
     def _record(self, group: Group, outcome: str, staleness: int | None = None) -> None:
         self.outcomes[outcome] += 1
-        self._log.append(
-            Outcome(group.group_id, group.prompt.prompt_id, outcome, self.next_rollout, staleness)
-        )
+        rate = None
+        if group.complete and (outcome == "trained" or outcome.startswith("dropped")):
+            rate = pass_rate([reward for _, reward in group.scored()])
+        name = group.prompt.prompt_id
+        self._log.append(Outcome(group.group_id, name, outcome, self.next_rollout, staleness, rate))
 
     # -- training ----------------------------------------------------------------------------
 

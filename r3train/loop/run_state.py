@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from r3train.config import RunConfig
+from r3train.config.files import write_atomically
+from r3train.data.curriculum import PASS_RATES_FILE
 from r3train.data.file_fingerprint import FileFingerprint
 from r3train.generation.producer import OnWait
 from r3train.host_group import require_ranks, stop_noted
@@ -181,6 +183,9 @@ class RunState:
                 if not config.exists():  # of a complete checkpoint only the buffer may be replaced
                     config.write_text(self.config.to_toml(), encoding="utf-8")
                     self.keep_more(directory)
+                rates = self.run_dir / PASS_RATES_FILE
+                if rates.exists():
+                    write_atomically(directory / rates.name, rates.read_text(encoding="utf-8"))
                 if state is not None:
                     [samples] = self._whole([state.samples])
                     facts_of_samples = state.facts | self.sample_facts

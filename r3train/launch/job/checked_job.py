@@ -15,6 +15,7 @@ from r3train.config.hf_facts import HfModelFacts
 from r3train.config.sources import plain
 from r3train.cuda_environment import RANK_DEFAULTS
 from r3train.data.file_fingerprint import FileFingerprint, facts_fingerprint
+from r3train.data.curriculum import DifficultyOrder, PASS_RATES_FILE
 from r3train.data.order import MixedOrder, PromptOrder
 from r3train.data.prompts import shown
 from r3train.data.tokenizer import stop_token
@@ -78,6 +79,18 @@ class Job:
         if None in weights:
             return PromptOrder(len(self.prompts), seed, data.rollout_shuffle)
         return MixedOrder(self.sizes, weights, seed, data.rollout_shuffle)
+
+    def difficulty_order(self, directory: Path) -> DifficultyOrder:
+        """The order of the prompts by the pass rates in a directory; raises ValueError for a damaged file."""
+        rollout = self.config.rollout
+        return DifficultyOrder(
+            [prompt.prompt_id for prompt in self.prompts],
+            rollout.rollout_seed,
+            self.config.data.rollout_shuffle,
+            draws_per_rollout=rollout.groups_per_rollout,
+            max_staleness=rollout.max_weight_staleness,
+            path=directory / PASS_RATES_FILE,
+        )
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from r3train.config import RunConfig
+from r3train.data.curriculum import PASS_RATES_FILE
 from r3train.data.file_fingerprint import facts_fingerprint
 from r3train.data.sampled import flaw
 from r3train.hf_checkpoint import identity
@@ -151,13 +152,21 @@ def _point(job: Job, path: Path) -> ResumePoint:
     if job.prompt_file is not None:
         _check_facts(job, path, state.get("run", {}))
     _check_buffer(job.config, path / BUFFER_FILE)
+    if job.prompt_file is not None and job.config.data.prompt_sampling == "difficulty":
+        if not (path / PASS_RATES_FILE).is_file():
+            raise ValueError(
+                f"{path}: {PASS_RATES_FILE} is missing, by which its prompts were drawn"
+            )
+        job.difficulty_order(path)  # reads it
     return ResumePoint(path, start_rollout_id=state["num_rollouts"])
 
 
 def _check_facts(job: Job, path: Path, saved: Mapping[str, Any]) -> None:
     """Raise ValueError for a checkpoint that was saved with other data, on a rank that has read it."""
     now = run_facts(job)
-    saved = _token_facts(job) | dict(saved)  # earlier checkpoints do not say
+    saved = (
+        {"prompt_sampling": "uniform"} | _token_facts(job) | dict(saved)
+    )  # earlier checkpoints do not say
     if saved.get("prompt_data_sha256") != now["prompt_data_sha256"]:
         raise ValueError(
             f"{path}: was trained on prompts of another content than"
@@ -292,6 +301,7 @@ def run_facts(job: Job) -> dict[str, Any]:
         "n_samples_per_prompt": config.rollout.n_samples_per_prompt,
         "rollout_seed": config.rollout.rollout_seed,
         "rollout_shuffle": config.data.rollout_shuffle,
+        "prompt_sampling": config.data.prompt_sampling,
         "prompt_files": _prompt_files(config),
         **_token_facts(job),
     }

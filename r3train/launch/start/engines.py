@@ -19,6 +19,7 @@ from r3train.config.cross_checks import context_len, replayed_index_topk
 from r3train.config.rollout_settings import RolloutSection
 from r3train.cuda_environment import visible_gpus
 from r3train.families import FP8_SCALE, has_fused_experts, sent_together
+from r3train.data.curriculum import DifficultyOrder
 from r3train.data.json_lines import append_lines
 from r3train.data.templates import ChatTemplate
 from r3train.environments.named_environments import get_environment, get_tools
@@ -116,6 +117,7 @@ class Engines(RolloutFleet):
         self._agents = make_agents(job, run_dir) if config.agent.named is not None else None
         self._supervisor: EngineSupervisor | None = None
         self._bad_answers = 0
+        self._difficulty: DifficultyOrder | None = None  # of the prompts
         self._pool_facts: str | None = None
         self._text_ends: list[range | None] = []
         self._client: SGLangClient | None = None
@@ -470,6 +472,8 @@ class Engines(RolloutFleet):
         """Start generation."""
         job, rollout = self.job, self.job.config.rollout
         order = job.order
+        if job.config.data.prompt_sampling == "difficulty":
+            order = self._difficulty = job.difficulty_order(self._run_dir)
         if job.config.checkpoint.debug_rollout_only:  # the weights never change: nothing is too old
             limits = {"max_weight_staleness": rollout.num_rollout}
             limits["rollout_buffer_size"] = rollout.buffer_groups
@@ -562,6 +566,9 @@ class Engines(RolloutFleet):
     def _group_ended(self, outcome: Outcome) -> None:
         """Append a prompt's fate as it happens, so that it survives the process."""
         append_lines(self._run_dir / OUTCOMES_FILE, [asdict(outcome)])
+        rate = outcome.pass_rate
+        if self._difficulty and (rate is not None or outcome.outcome == "put_back"):
+            self._difficulty.note(outcome.step, outcome.group_id, outcome.prompt_id, rate)
         self._routes.ended(outcome.group_id)
 
     def close(self) -> None:

@@ -6,9 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from r3train.config.files import write_atomically
 from r3train.config.cross_checks import replayed_index_topk
 from r3train.engine.server import SGLangServer
 from r3train.observe.console import RunDisplay
+from r3train.data.curriculum import PASS_RATES_FILE
 from r3train.launch.start.engines import Engines
 from r3train.launch.job.checked_job import Job
 from r3train.launch.job.resume import ResumePoint, scored_by_another, unknown_temperature
@@ -32,6 +34,10 @@ def build_engines(
     """
     if not job.config.has_engines:
         return Replayed(job, display.note)
+    if job.config.data.prompt_sampling == "difficulty":
+        goes_on = resume.checkpoint is not None and not resume.model_only
+        lines = (resume.checkpoint / PASS_RATES_FILE).read_text("utf-8") if goes_on else ""
+        write_atomically(run_dir / PASS_RATES_FILE, lines)
     buffer = resume.buffer(job.hf.vocab_size)
     state = ProducerState(*buffer) if buffer is not None else None
     warning = unknown_temperature(job.config, resume)

@@ -50,6 +50,7 @@ CHECKED = f"""
     rollout_top_k=4097 | rollout_top_k 4097 is above 4096, the most tokens of which SGLang says
     rollout_top_k=20, sglang={{sampling_mask_max_tokens=10}} | rollout_top_k 20 is above 10
     rollout_temperature=1e-7 | rollout_temperature 1e-07 is greedy decoding for SGLang
+    prompt_sampling="difficulty", prompt_data=["a*0.5"] | --prompt-sampling difficulty draws from all files alike
     # servers
     rollout_external_engine_addrs=["h:1", "h:1"] | --rollout-external-engine-addrs: h:1 is named twice
     {AGENT}, agent_base_url="tunnel" | --agent-base-url: expected http://HOST:PORT or https://HOST, got 'tunnel'

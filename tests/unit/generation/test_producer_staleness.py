@@ -19,7 +19,9 @@ from r3train.generation.stitch import oldest_version
 BATCH, SAMPLES, STEPS = 4, 2, 8
 
 
-def producer_of(engine, outcomes, options=MappingProxyType({}), **settings):
+def producer_of(
+    engine, outcomes, options=MappingProxyType({}), *, prompt_for=prompt_for, **settings
+):
     settings = {
         "rollout_batch_size": BATCH,
         "n_samples_per_prompt": SAMPLES,
@@ -31,7 +33,7 @@ def producer_of(engine, outcomes, options=MappingProxyType({}), **settings):
         lambda: engine,
         prompt_for,
         RequestSettings(SamplingParams(64)),
-        on_outcome=outcomes.append,
+        on_outcome=getattr(outcomes, "append", outcomes),
         **options,
     )
 

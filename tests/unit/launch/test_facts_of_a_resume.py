@@ -50,6 +50,11 @@ CHANGED = {
         ("--input-key", "label"),
         "input_key was 'input', is 'label'",
     ),
+    "prompt_sampling": (
+        (),
+        ("--prompt-sampling", "difficulty"),
+        "prompt_sampling was 'uniform', is 'difficulty'",
+    ),
     "prompt_files": (
         ("--prompt-data", "{prompts}@[0:2]"),
         ("--prompt-data", "{prompts}@[1:3]"),
