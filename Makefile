@@ -55,7 +55,7 @@ BENCH_STAMP := .venv-trl/.bench-$(BENCH_KEY)
 SITE_STAMP := .venv-site/.site-$(shell cksum < requirements/docs.txt | tr ' ' '-')-$(notdir $(PYTHON))
 PYTHON_VERSION := import sys; print(*sys.version_info[:2], sep=".")
 
-.PHONY: help venv dev demo test test-all test-slow test-long lint format docs site verify bench bench-venv gpu-smoke lent lock clean
+.PHONY: help venv dev demo test test-all test-slow test-long lint format docs messages site verify bench bench-venv gpu-smoke lent lock clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -127,6 +127,9 @@ docs: dev  ## Write docs/reference/configuration.md, metrics.md, flags of compar
 	$(BIN)/python docs/write_configuration.py
 	$(BIN)/python docs/write_metrics.py
 	$(BIN)/python docs/write_compare.py
+
+messages: dev  ## Write what commands print into tests/messages/*.txt anew: read what changed
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.messages.write
 
 # mkdocs brings versions of its own: it never enters .venv
 $(SITE_STAMP):

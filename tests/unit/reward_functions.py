@@ -289,3 +289,20 @@ def wants_a_box(prompt, text, ids):
 
 def first_word(prompt, text, ids):
     return float(bool(text.split()))
+
+
+def picky(prompt, response_text, response_ids):
+    return 0.0
+
+
+def _yes_alone(prompts):
+    for prompt in prompts:
+        if prompt.label != "yes":
+            raise ValueError(f"no label {prompt.label!r}")
+
+
+picky.check = _yes_alone
+
+
+def of_two_arguments(prompt, response_text):
+    return 0.0

@@ -1,4 +1,4 @@
-"""What production fills from a setting has no default: a setting that is not handed over is a TypeError."""
+"""Parameters that production fills from a setting have no default: a setting that is not handed over is a TypeError."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was done before counts only if all is as it was, setting by setting: evaluations, waiting samples."""
+"""Facts of a resume: what was done before counts only if each setting is as it was: evaluations, waiting samples."""
 
 from __future__ import annotations
 

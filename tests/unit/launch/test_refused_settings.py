@@ -6,16 +6,13 @@ import asyncio
 import dataclasses
 import fnmatch
 import json
-import tomllib
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-import tomli_w
 from aiohttp import web
 from click.testing import CliRunner
 
-import train_async
 from r3train.cli import main
 from r3train.config import RunConfig
 from r3train.config.sources import ConfigError
@@ -72,18 +69,6 @@ ROWS: dict[str, tuple[dict, dict]] = {
     ),
     "disaggregation_mode": ({"disaggregation_mode": "decode"}, {"disaggregation_mode": "null"}),
     "speculative_algorithm": (SPECULATION, SPECULATION | {"chunked_prefill_size": 128}),
-}
-MEGATRON = {
-    # setting -> a part of the line that refuses it
-    "calculate_per_token_loss=false": "cannot be set: the actor's loss is a sum",
-    "hidden_dropout=0.1": "cannot be set: noise",
-    "num_layers_in_first_pipeline_stage=1": "--decoder-first-pipeline-num-layers decides it",
-    "num_layers=2": "set --hf-checkpoint",
-    "num_moe_experts=4": "set --hf-checkpoint",
-    "moe_router_topk=1": "set --hf-checkpoint",
-    "context_parallel_size=2": "has a flag of its own: set --context-parallel-size, or",
-    "moe_enable_routing_replay=true": "--use-rollout-routing-replay decides it",
-    "moe_router_topkk=1": "no field of the installed Megatron's TransformerConfig. Did you mean",
 }
 
 
@@ -198,22 +183,6 @@ def test_server_settings_that_go_with_adapters_pass():
     check_server_flags({"tp": 1, "disable_shared_experts_fusion": True}, adapters=True)
 
 
-def test_a_dry_run_refuses_what_does_not_go_with_adapters(tiny):
-    adapters = ("--lora-rank", "4", "--lora-serving", "adapter")
-    result = start(tiny, "--dry-run", *adapters, "--sglang-tensor-parallel-size", "2")
-    assert result.exit_code == 2, result.output
-    refused = "sglang.tp_size = 2 cannot go with --lora-serving adapter"
-    assert refused in words(result.output)
-
-
-@pytest.mark.parametrize("missing", ["chunked_prefill_size", "max_running_requests"])
-def test_speculation_without_a_known_room_is_refused(missing, tiny):
-    settings = SPECULATION | {"chunked_prefill_size": 4096}
-    del settings[missing]
-    result = start(tiny, "--dry-run", *server_flags(settings))
-    assert result.exit_code == 2 and "does not count verify tokens" in words(result.output)
-
-
 async def ask_external(tiny: Path, info: dict, *flags: str, **model: str):
     """The dry run with a server that says ``info`` of itself, and ``model`` of its model."""
 
@@ -301,15 +270,6 @@ async def test_an_external_server_on_a_checkpoint_that_is_quantised_is_refused(t
     assert result.exit_code == 2 and "which is quantised (fp8)" in words(result.output)
 
 
-def test_speculation_of_our_own_servers_that_hides_the_sampling_mask_is_refused(tiny):
-    flags = server_flags(SPECULATION | {"chunked_prefill_size": 128})
-    result = start(tiny, "--dry-run", *flags, "--rollout-top-k", "20")
-    assert result.exit_code == 2, result.output
-    assert "sglang.speculative_algorithm = 'ngram' cannot go with --rollout-top-k 20" in words(
-        result.output
-    )
-
-
 async def test_a_server_that_says_nothing_of_its_routes_is_refused(tiny):
     info = {k: v for k, v in SERVER_INFO.items() if k != "enable_return_routed_experts"}
     result = await ask_external(tiny, info)
@@ -363,68 +323,6 @@ def test_the_doctor_gives_the_same_answers(tiny):
         assert text in result.output
 
 
-@pytest.mark.parametrize("setting", MEGATRON)
-def test_an_override_that_the_run_decides_is_refused_as_a_flag_and_in_the_file(
-    setting, tiny, tmp_path
-):
-    name, value = setting.split("=")
-    result = start(tiny, "--dry-run", "--transformer-override", setting)
-    assert result.exit_code == 2, result.output
-    assert f"transformer_overrides.{name} " in result.output
-    assert MEGATRON[setting] in words(result.output)
-    recipe = tomllib.loads((ROOT / "configs/tiny_cpu.toml").read_text())
-    recipe.setdefault("model", {})["transformer_overrides"] = {name: json.loads(value)}
-    (tmp_path / "recipe.toml").write_text(tomli_w.dumps(recipe))
-    result = start(tiny, "--dry-run", "--config", str(tmp_path / "recipe.toml"))
-    assert result.exit_code == 2 and MEGATRON[setting] in words(result.output)
-
-
-@pytest.mark.parametrize("setting", ["moe_z_loss_coeff=0.1", "moe_router_dtype=fp32"])
-def test_an_override_that_is_the_users_own_passes(setting, tiny):
-    result = start(tiny, "--dry-run", "--transformer-override", setting)
-    assert result.exit_code == 0, result.output
-
-
-MEGATRON_OPTIMIZER = {
-    # settings -> a part of the line that refuses them
-    "lr=0.1": "has a flag of its own: set --lr, or",
-    "params_dtype=bf16": "cannot be set: --bf16 decides it",
-    "loss_scale=2.0": "cannot be set: the actor trains in float32 or bfloat16",
-    "muon_momentum=0.9": "cannot be set: --optimizer is adam, or sgd without momentum",
-    "optimizer_cpu_ofload=true": "no field of the installed Megatron's OptimizerConfig. Did you mean",
-    "optimizer_cpu_offload=true": "optimizer_cpu_offload needs optimizer_offload_fraction=1",
-    "optimizer_cpu_offload=true optimizer_offload_fraction=0.5": "fraction=1: with a part",
-    "use_precision_aware_optimizer=true optimizer_cpu_offload=true"
-    " optimizer_offload_fraction=1": "optimizer_cpu_offload needs --bf16",
-    "optimizer_cpu_offload=true optimizer_offload_fraction=1": "needs use_precision_aware_optimizer",
-    "optimizer_cpu_offload=true decoupled_weight_decay=false": "needs decoupled_weight_decay=true",
-    "use_precision_aware_optimizer=true main_grads_dtype=fp16": "must be fp32, bf16, got 'fp16'",
-}
-
-
-@pytest.mark.parametrize("setting", MEGATRON_OPTIMIZER)
-def test_an_override_of_the_optimizer_that_the_run_decides_or_that_does_harm_is_refused(
-    setting, tiny
-):
-    result = start(tiny, "--dry-run", "--optimizer-override", *setting.split())
-    assert result.exit_code == 2, result.output
-    assert "optimizer_overrides." in result.output
-    assert MEGATRON_OPTIMIZER[setting] in words(result.output)
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        "optimizer_cpu_offload=true optimizer_offload_fraction=1.0 --bf16",
-        "exp_avg_dtype=bf16 exp_avg_sq_dtype=fp8 store_param_remainders=false",
-    ],
-)
-def test_overrides_of_the_optimizer_that_save_memory_pass(settings, tiny):
-    both = ("use_precision_aware_optimizer=true", "main_grads_dtype=bf16")
-    result = start(tiny, "--dry-run", "--optimizer-override", *both, *settings.split())
-    assert result.exit_code == 0, result.output
-
-
 def test_the_owned_fields_are_fields_of_megatron_whose_source_tells_them():
     from r3train.cpu.device import prepare_device
 
@@ -440,44 +338,6 @@ def test_the_owned_fields_are_fields_of_megatron_whose_source_tells_them():
         assert known == {field.name for field in dataclasses.fields(megatrons)}
         patterns = " ".join(owned.values()).split()
         assert not [p for p in patterns if not fnmatch.filter(known, p)]
-
-
-@pytest.mark.parametrize(
-    "flags, message",
-    [
-        (["--sglang-model-path", "x"], "sglang.model_path: set --hf-checkpoint"),
-        (["--sglang-model", "x"], "sglang.model_path: set --hf-checkpoint"),
-        (["--sglang-load-format", "dummy"], "sglang.load_format: set --hf-checkpoint"),
-        (
-            ["--sglang-json-model-override-args", '{"num_hidden_layers": 2}'],
-            "sglang.json_model_override_args: set --hf-checkpoint",
-        ),
-        (["--sglang-weight-version", "7"], "sglang.weight_version: the run numbers the weights"),
-        (["--sglang-quantization", "fp8"], "sglang.quantization: the run sends the weights"),
-        (["--sglang-random-seed", "7"], "sglang.random_seed: set --rollout-seed"),
-        (["--sglang-config", "more.yaml"], "would pass unchecked"),
-    ],
-)
-@pytest.mark.parametrize("replay", [True, False])
-def test_a_server_setting_that_the_run_decides_is_refused(flags, message, replay, tiny):
-    switch = "--use-rollout-routing-replay" if replay else "--no-use-rollout-routing-replay"
-    result = start(tiny, "--dry-run", switch, *flags)
-    assert result.exit_code == 2 and message in words(result.output), result.output
-
-
-def test_a_recipe_and_serve_are_refused_what_a_flag_is(tiny, tmp_path):
-    recipe = tomllib.loads((ROOT / "configs/tiny_cpu.toml").read_text())
-    recipe["rollout"]["sglang"] = {"pipeline-parallel-size": 2, "load-format": "dummy"}
-    (tmp_path / "recipe.toml").write_text(tomli_w.dumps(recipe))
-    flags = ["--config", str(tmp_path / "recipe.toml"), "--hf-checkpoint", str(tiny / "model")]
-    flags += ["--prompt-data", str(tiny / "prompts.jsonl"), "--use-rollout-routing-replay"]
-    for result in (
-        start(tiny, "--dry-run", *flags),
-        CliRunner().invoke(main, ["serve", "--dry-run", *flags]),
-    ):
-        assert result.exit_code == 2, result.output
-        assert "sglang.load_format: set --hf-checkpoint" in words(result.output)
-        assert "sglang.pp_size = 2 cannot go with" in words(result.output)
 
 
 def test_the_tables_name_what_sglang_has():
