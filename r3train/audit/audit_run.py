@@ -173,6 +173,7 @@ class _RunAudit:
         self._sessions: Counter[str] = Counter()
         self._classes: Counter[str] = Counter()  # rows by class
         self._canaries: Counter[str] = Counter()
+        self._checksums = {"updates": 0, "readings": 0}  # of what servers hold
         self._canary: ServedLine | None = None  # the last one
         self._largest_gap = 0.0  # mean of a server's canaries
         self._has_canaries: dict[str, bool] = {}  # of each start's first verdict
@@ -322,6 +323,9 @@ class _RunAudit:
             for text in histories[attempt].judge(update := list(records)):
                 self._find_at_update(text, attempt, step)
             counts[attempt, step] += len(update)
+        if counts:
+            self.audit.claims.setdefault(SERVED, NO_EVIDENCE)
+        self._checksums = {"updates": len(counts), "readings": counts.total()}
         for line in self._verdicts():
             got = counts[line.attempt, line.step]
             if line.held is not None and got != line.held:
@@ -502,6 +506,7 @@ class _RunAudit:
                 **({"rows_by_class": dict(self._classes)} if self._classes else {}),
                 **({"custody": dict(self._sessions)} if CUSTODY in audit.claims else {}),
                 **({"served": self._served_numbers()} if self._canary is not None else {}),
+                "checksums": self._checksums,
                 **self._sums,
             }
         reason = ""

@@ -149,7 +149,7 @@ def claim_facts(audit: Audit) -> dict[str, str]:
             f" {_amount(sessions['samples'], 'sample')}"
         )
     if SERVED in audit.claims:
-        facts[SERVED] = _served_facts(n["served"])
+        facts[SERVED] = _served_facts(n)
     again = n["rechecked"]
     if again["parts"]:
         facts[RECHECK] = (
@@ -172,15 +172,22 @@ def claim_facts(audit: Audit) -> dict[str, str]:
 
 
 def _served_facts(numbers: dict[str, Any]) -> str:
-    use = numbers["coverage"]
-    repeats = "bit by bit" if numbers["exact"] else f"to {numbers['repeat_off']:.2g} nats"
-    return (
-        f"{_amount(numbers['updates'], 'update')}, {_amount(numbers['readings'], 'reading')} of all canaries, which use"
-        f" {use['experts_used'] / use['experts']:.0%} of the (layer, expert) pairs and"
-        f" {use['tokens_used'] / use['vocabulary']:.0%} of the vocabulary: at most {numbers['gap_mean']:.2g} nats from the"
-        f" actor on average, other experts in {numbers['rows_left']:,} of {numbers['rows']:,} rows, {numbers['inconclusive']}"
-        f" inconclusive; servers repeat themselves {repeats}"
-    )
+    facts, checksums = [], numbers["checksums"]
+    if served := numbers.get("served"):
+        use, scored = served["coverage"], _amount(served["readings"], "reading")
+        repeats = "bit by bit" if served["exact"] else f"to {served['repeat_off']:.2g} nats"
+        facts.append(
+            f"{_amount(served['updates'], 'update')}, {scored} of all canaries, which use"
+            f" {use['experts_used'] / use['experts']:.0%} of the (layer, expert) pairs and"
+            f" {use['tokens_used'] / use['vocabulary']:.0%} of the vocabulary: at most {served['gap_mean']:.2g} nats from the"
+            f" actor on average, other experts in {served['rows_left']:,} of {served['rows']:,} rows, {served['inconclusive']}"
+            f" inconclusive; servers repeat themselves {repeats}"
+        )
+    if checksums["readings"]:
+        facts.append(
+            f"servers' checksums of all tensors after {_amount(checksums['updates'], 'update')}"
+        )
+    return "; ".join(facts)
 
 
 def _text_of(audit: Audit) -> str:

@@ -10,6 +10,8 @@ from click.testing import CliRunner
 from r3train.audit.audit_run import audit_run
 from r3train.audit.findings import SERVED
 from r3train.cli import main
+from r3train.proof.weights_verdict import weights_records
+from r3train.proof.writer import EvidenceWriter
 from tests.unit.evidence_dirs import canaries, write_run
 
 
@@ -142,3 +144,31 @@ def test_a_damaged_line_is_a_finding(tmp_path):
     path.write_text(path.read_text().replace('"early_cached": 0', '"early_cached": -1', 1))
     audit = audit_run(run_dir)
     assert audit.verdict == "failed" and "served.jsonl:1" in str(audit.findings[0])
+
+
+def with_checksums(run_dir, *held: str):
+    """A run whose two servers said these checksums after each update, one by one."""
+    writer = EvidenceWriter(run_dir, 0, "2026-01-01T00:00:00Z")
+    for version, checksum in enumerate(held):
+        servers = {server: {"rank 0 a.weight": checksum} for server in (0, 1)}
+        writer.write_weights(weights_records(version, (f"{version:016x}", 1), servers, ["tp1"] * 2))
+    return run_dir
+
+
+@pytest.mark.parametrize("served", [None, two])
+def test_checksums_of_weights_are_of_the_claim_with_and_without_canaries(served, tmp_path):
+    run_dir = with_checksums(write_run(tmp_path / "run", served=served), "a", "b", "c")
+    audit = audit_run(run_dir)
+    assert (audit.verdict, audit.claims[SERVED]) == ("passed", "passed")
+    out = " ".join(CliRunner().invoke(main, ["check-evidence", str(run_dir)]).output.split())
+    assert "checksums of all tensors after 3 updates" in out
+    assert ("of all canaries" in out) == (served is not None)
+
+
+@pytest.mark.parametrize("how", [[], ["--json"], ["--markdown", "{run_dir}/said.md"]])
+def test_weights_that_stayed_are_found_without_canaries_too(how, tmp_path):
+    run_dir = with_checksums(write_run(tmp_path / "run"), "a", "b", "b")
+    how = [word.format(run_dir=run_dir) for word in how]
+    result = CliRunner().invoke(main, ["check-evidence", str(run_dir), *how])
+    assert (result.exit_code, type(result.exception)) == (1, SystemExit)
+    assert "SAME" in result.output
