@@ -250,6 +250,7 @@ def run_state_of(directory, prompt_file, told, checkpointer=None, config=None) -
         config or RunConfig.from_toml("configs/tiny_cpu.toml"),
         directory,
         run_facts={},
+        sample_facts={"reward": "of the run"},
         prompt_file=FileFingerprint.of(prompt_file),
         stop=StopSignal(60),
         checkpointer=checkpointer,
@@ -395,6 +396,7 @@ def test_a_rollout_that_cannot_be_scored_dumped_or_replaced_waits_in_a_checkpoin
     assert str(raised.value) in line
     untrained = [s for group in made.given for s, _ in group]
     resumed, state = SimulatedEngine(), ProducerState(*read_samples(tmp_path / BUFFER_FILE))
+    assert state.facts["reward"] == "of the run"  # by which a resume finds another one
     with producer(resumed, state) as again:
         batch = [s for group in again.next_batch(0) for s, _ in group]
     assert [s.token_ids.tolist() for s in batch] == [s.token_ids.tolist() for s in untrained]
