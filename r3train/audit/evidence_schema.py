@@ -2,7 +2,8 @@
 
 ``rank_NNNNN.jsonl`` and its parts hold a ``RecordLine`` a router call or a sum of calls, ``steps.jsonl`` a ``StepLine`` a step,
 ``rechecked.jsonl`` a ``RecheckLine`` a part of a sample that its server rechecked, ``custody.jsonl`` a ``CustodyLine`` a
-session of an agent, ``served.jsonl`` a ``ServedLine`` a server and update.
+session of an agent, ``served.jsonl`` a ``ServedLine`` a server and judged update, ``weights.jsonl`` a
+``WeightsLine`` a server and update.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The result of an audit: a verdict, four claims (and those of agents and of canaries), findings with their places, and one record per step."""
+"""The result of an audit: a verdict, the claims that the run can be held to, findings with their places, and one record per step."""
 
 from __future__ import annotations
 

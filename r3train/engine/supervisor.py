@@ -96,17 +96,17 @@ class EngineSupervisor:
                 self._lost = self._lost or str(error)
             raise
 
-    def report(self, error: BaseException, epoch: int, sampling_mask: int = 0) -> None:
+    def report(self, error: BaseException, epoch: int, tokens_again: int = 0) -> None:
         """Report a request that failed because its server is gone.
 
         epoch: of the servers when the request was sent; the first error of an epoch is its cause.
-        sampling_mask: tokens of the rollout's earlier segments, which are sent again with the
+        tokens_again: tokens of the rollout's earlier segments, which are sent again with the
         request.
         """
         with self._lock:
             if epoch == self._epoch:
                 self.resubmitted += 1
-                self.resumed_tokens += sampling_mask
+                self.resumed_tokens += tokens_again
                 if not self._restarting:
                     self._lost = self._lost or str(error)
 

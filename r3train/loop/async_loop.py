@@ -9,9 +9,9 @@
     other ranks            | wait   | receive    | train n | send weights | wait     | ...
 
 Rank 0 waits for the groups of a rollout.  The other ranks wait for rank 0: every arrow between ranks is a
-call that all ranks make, in the same order (``rank_zero_alone`` is one too).  Generation waits in two cases
-only: during a weight update (as --pause-generation-mode says), and when its buffer is full because
-newer groups would be too stale (--max-weight-staleness).  Training waits for no group beyond those
+call that all ranks make, in the same order (``rank_zero_alone`` is one too).  Generation as a whole waits in two
+cases: during a weight update (as --pause-generation-mode says), and when its buffer is full because
+newer groups would be too stale (--max-weight-staleness).  One request also waits for a slot.  Training waits for no group beyond those
 of its own rollout.
 
 With --colocate the two take turns on the same devices, and staleness is 0.  Servers release their memory when

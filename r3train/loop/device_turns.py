@@ -33,7 +33,7 @@ class Disaggregated:
     servers_keep_weights = True  # between two updates
 
     def quiet(self, source: RolloutSource) -> AbstractContextManager[None]:
-        """Rank 0: a block in which no request is in flight, for an update."""
+        """Rank 0: a block for an update, in which no request is answered: they have ended, or are frozen."""
         return source.quiesced()
 
     def servers_offload(self, source: RolloutSource) -> None:

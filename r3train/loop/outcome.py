@@ -29,8 +29,8 @@ class Policy:
     what: str = ""
 
 
-# In order of priority; with "" the run goes on.  `settle` checks twice: "not finite" and "nothing trained" are known
-# only after counting, and take precedence over "threshold".
+# In order of priority; with "" the run goes on.  `settle` looks twice, before and after it counts:
+# "not finite" and "nothing trained" are known only then, and go before "threshold".
 POLICIES = {
     # the user's loss failed before a weight moved: the rollout waits in the checkpoint
     "untrained": Policy(False, False, 0, "a rollout could not be trained"),

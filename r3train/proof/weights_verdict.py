@@ -1,4 +1,4 @@
-"""WEIGHTS: after every update, before generation goes on, servers hold what was sent, by their own checksums.
+"""WEIGHTS: after every update, before generation goes on, servers' own checksums show no fault of their tensors.
 
 SGLang hashes the bytes of every parameter and persistent buffer that it holds.  Four faults are told by these, exactly and
 in every dtype; rounding cannot make any of them:
@@ -8,7 +8,8 @@ in every dtype; rounding cannot make any of them:
     RESTART  a server holds bit by bit what it was started with, although an update has changed that before
     UNLIKE   servers of one layout hold other tensors than one another: these are named
 
-What was sent is told by the sum of its words, as servers store them: no update that rounding hides is taken for another.
+The sum of the words that were sent, as servers store them, tells whether an update brought other weights, also where
+rounding hides it; servers hold other layouts, so it is never compared with their checksums.
 One tensor that the only server kept is told by SENT alone, which is read with --rollout-weights fp8: there rounding hides
 what canaries find elsewhere.  An update exports every eighth layer again, so that eight updates compare all; of a
 large model fewer layers.  (``--check-weight-update-equal`` exports all, in every dtype.)

@@ -80,10 +80,10 @@ def until(condition, *, do=lambda: None):
 
 
 def test_an_error_of_servers_that_were_replaced_since_is_no_fault_of_the_new_ones(watch):
-    watch.report(BROKE, epoch=0, sampling_mask=3)
+    watch.report(BROKE, epoch=0, tokens_again=3)
     watch.restart()
     watch.restored(version=1)
-    watch.report(BROKE, epoch=0, sampling_mask=3)  # its connection broke late
+    watch.report(BROKE, epoch=0, tokens_again=3)  # its connection broke late
     watch.check()
     assert (watch.resubmitted, watch.resumed_tokens) == (1, 3)
 
