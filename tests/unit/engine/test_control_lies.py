@@ -2,8 +2,6 @@
 
 import asyncio
 import contextlib
-import copy
-import itertools
 
 import numpy as np
 import pytest
@@ -12,10 +10,9 @@ from aiohttp import web
 from r3train.config.sources import ConfigError
 from r3train.engine.backend import EngineError
 from r3train.engine.control import EngineControl
+from tests.fakes.lies import changed, lies, places
 from tests.unit.fake_engine_server import Fake
 
-# what a server can say for anything
-NONSENSE = (None, True, -1, 1 << 70, 1.5, "x", "", [], [None], {}, {"x": 1}, [[1]], "9" * 5000)
 INFO = {
     "tp_size": 2,
     "pp_size": 1,
@@ -66,39 +63,15 @@ def ask(control, name):
     return control.begin(call(text, "key", server=0, routes=None, halves=False))()
 
 
-def places(value, path=()):
-    """Every place in a JSON value, the value itself first."""
-    yield path
-    entries = value.items() if isinstance(value, dict) else ()
-    entries = enumerate(value) if isinstance(value, list) else entries
-    for key, inner in entries:
-        yield from places(inner, (*path, key))
-
-
-def changed(value, path, lie):
-    """The value with a lie in one place; with KeyError, without that place."""
-    if not path:
-        return None if lie is KeyError else lie
-    value = copy.deepcopy(value)
-    place = value
-    for key in path[:-1]:
-        place = place[key]
-    if lie is KeyError:
-        del place[path[-1]]
-    else:
-        place[path[-1]] = lie
-    return value
-
-
 @contextlib.asynccontextmanager
-async def told(lies):
+async def told(telling):
     """A control, and its server, which tells the next lie at each call."""
 
     async def server(request, body):
         truth = CALLS[request.path][0](body)
-        if not lies:
+        if not telling:
             return web.json_response(truth)
-        return web.json_response(changed(truth, *lies[0]))
+        return web.json_response(changed(truth, *telling[0]))
 
     async with Fake(server).running() as addr:
         with EngineControl([addr]) as control:
@@ -123,11 +96,10 @@ async def test_the_truth_is_understood():
 async def test_nonsense_in_any_place_is_understood_or_an_error_that_names_the_server(path):
     """Nothing but an EngineError, or a ConfigError of a setting; it names the server's address."""
     truth, names = CALLS[path]
-    lies, refused = [None], 0
-    async with told(lies) as (control, addr):
-        spots = list(places(truth({"rid": "r."})))
-        for spot, lie in itertools.product(spots, (*NONSENSE, KeyError)):
-            lies[0] = (spot, lie)
+    telling, refused, spots = [None], 0, len(list(places(truth({"rid": "r."}))))
+    async with told(telling) as (control, addr):
+        for spot, lie in lies(truth({"rid": "r."})):
+            telling[0] = (spot, lie)
             for name in names:
                 try:
                     await asyncio.to_thread(ask, control, name)
@@ -139,63 +111,21 @@ async def test_nonsense_in_any_place_is_understood_or_an_error_that_names_the_se
             if path == "/server_info":
                 with contextlib.suppress(EngineError, ConfigError):
                     await asyncio.to_thread(control.require_settings, replay=True)
-    assert refused > len(spots) * 2
+    assert refused > spots * 2
 
 
 @pytest.mark.parametrize(
     "name, spot, lie, words",
     [
         (
-            "update_group_sizes",
-            ("tp_size",),
-            None,
-            "tp_size of /server_info is None, expected a num",
-        ),
-        ("update_group_sizes", ("tp_size",), KeyError, "tp_size of /server_info is None"),
-        ("update_group_sizes", ("tp_size",), True, "tp_size of /server_info is True"),
-        (
             "pool_tokens",
             ("max_total_num_tokens",),
             -1,
             "max_total_num_tokens of /server_info is -1",
         ),
-        ("text_ends", ("page_size",), "x", "page_size of /server_info is 'x'"),
-        (
-            "weight_checksums",
-            ("ranks",),
-            KeyError,
-            "/weights_checker answered: .* missing .*field `ranks`",
-        ),
-        (
-            "weight_checksums",
-            ("ranks",),
-            [],
-            r"/weights_checker answered: ranks is \[\], expected `array`",
-        ),
         ("weight_checksums", ("ranks", 1), {}, r"ranks\[1\] is {}, .* field `checksums`"),
-        ("weight_checksums", ("ranks", 1, "checksums"), {}, r"ranks\[1\].checksums is {}, exp"),
-        (
-            "weight_checksums",
-            ("ranks", 1, "checksums", "w"),
-            7,
-            r"ranks\[1\].checksums\[...\] is {'w': 7}, expected `str`",
-        ),
         ("server_info", (), [], r"/server_info answered: the answer is \[\], expected `object`"),
-        ("read_canary", ("meta_info",), None, "meta_info is None, expected `object`"),
         ("read_canary", ("meta_info", "id"), "s.", "is to the request 's.', expected 'r3train-pro"),
-        ("read_canary", ("meta_info", "cached_tokens"), -1, "cached_tokens is -1"),
-        (
-            "read_canary",
-            ("meta_info", "input_token_logprobs", 1, 0),
-            0.7,
-            r"logprobs\[1\]\[0\] is 0.7",
-        ),
-        (
-            "read_canary",
-            ("meta_info", "input_token_logprobs", 1),
-            7,
-            r"logprobs\[1\] is 7, expected `array`",
-        ),
     ],
 )
 async def test_the_field_is_named(name, spot, lie, words):

@@ -129,49 +129,22 @@ SPAN = {"version": "4", "start": 0, "end": 2}
     "path, value, message",
     [
         (("meta_info",), KeyError, "the answer is .*missing required field `meta_info`"),
-        (("output_ids",), None, "output_ids is None, expected `array`"),
         (("output_ids",), [9], "completion_tokens is 2, expected 1"),
-        (("output_ids",), [9, 10], "log-prob 1 is of token 11, token 1 is 10"),
         (("meta_info", "prompt_tokens"), 4, "prompt_tokens is 4, expected 3"),
         (
             ("meta_info", "finish_reason"),
             {"type": "tired"},
             "finish_reason.type is 'tired', expected",
         ),
-        (("meta_info", "finish_reason"), None, "finish_reason is None"),
-        (("meta_info", "output_token_logprobs"), KeyError, "0 log-probs for 2"),
         (("meta_info", "output_token_logprobs"), [[-0.5, 9, None]], "1 log-probs"),
         (("meta_info", "output_token_logprobs", 1, 0), float("nan"), r"\[1\]\[0\] is nan"),
-        (
-            ("meta_info", "output_token_logprobs", 0, 0),
-            None,
-            r"logprobs\[0\]\[0\] is None, expected `float`",
-        ),
-        (
-            ("meta_info", "weight_versions"),
-            KeyError,
-            "weight_versions end at 0, expected 2 output tokens",
-        ),
         (("meta_info", "weight_versions"), [SPAN | {"version": "default"}], "'default'"),
         (("meta_info", "weight_versions"), [SPAN | {"end": 1}], "end at 1, expected 2"),
         (("meta_info", "weight_versions"), [SPAN | {"end": 3}], "do not cover 2"),
         (("meta_info", "weight_versions"), [SPAN | {"start": 1}], "do not cover 2"),
-        (("meta_info", "num_retractions"), KeyError, "num_retractions is None, expected 0 to"),
-        (("meta_info", "num_retractions"), -1, "num_retractions is -1, expected `int` >= 0"),
-        (
-            ("meta_info", "cached_tokens"),
-            KeyError,
-            "cached_tokens is None, expected 0 to 2",
-        ),
-        (("meta_info", "cached_tokens"), -1, "cached_tokens is -1, expected `int` >= 0"),
         # the last token is always computed: its row gives the first log-prob
         (("meta_info", "cached_tokens"), 3, "cached_tokens is 3, expected 0 to 2"),
         (("meta_info", "routed_experts"), KeyError, "carries no routed_experts"),
-        (
-            ("meta_info", "routed_experts"),
-            encode_routed_experts(ROUTES[1:]),
-            "holds 48 bytes, expected 64",
-        ),
     ],
 )
 def test_an_answer_that_contradicts_itself_names_the_sample(path, value, message):
@@ -293,7 +266,6 @@ def test_sampling_mask_come_with_the_log_probs_among_them():
 @pytest.mark.parametrize(
     "name, value, message",
     [
-        ("mask", None, "output_token_sampling_mask has no rows, expected 2, one an output token"),
         ("mask", [[9, 3]], "output_token_sampling_mask has 1 rows, expected 2"),
         ("mask", [[9, 3], []], "output token 1 is 11, which is none of the 0 tokens"),
         (
@@ -302,7 +274,6 @@ def test_sampling_mask_come_with_the_log_probs_among_them():
             "output token 0 is 9, which is none of the 2 tokens that sampling",
         ),
         ("mask", [[9, 12], [11]], "sampling mask: token 1 is 12, expected 0 to 11"),
-        ("mask", [[9, -1], [11]], r"sampling_mask\[0\]\[1\] is -1, expected `int` >= 0"),
         ("mask", [[9, 9], [11]], "names a token twice in a row"),
         ("mask", [[9, 3, 9], [11]], "names a token twice in a row"),
         ("logprobs", None, "output_token_sampling_logprobs has no rows, expected 2"),
