@@ -22,7 +22,7 @@ from r3train.audit.evidence_schema import (
     METRICS,
     read_lines,
     RECORDS,
-    RESCORED,
+    RECHECKS,
     CustodyLine,
     RecheckLine,
     ServedLine,
@@ -236,7 +236,7 @@ class _RunAudit:
             self.audit.find(Finding("covered", f"rank_{rank:05d}.jsonl is missing"))
         _allow_open_files(2 * len(self._ranks) + _SPARE_FILES)
         files = {r: StepReader(rank_file(self._run_dir, r), RECORDS) for r in self._ranks}
-        rechecked = StepReader(self._steps_file.with_name(RECHECK_FILE), RESCORED)
+        rechecked = StepReader(self._steps_file.with_name(RECHECK_FILE), RECHECKS)
         sessions = StepReader(self._steps_file.with_name(CUSTODY_FILE), SESSIONS)
         canaries = StepReader(self._steps_file.with_name(SERVED_FILE), CANARIES)
         for place, line in enumerate(islice(self._verdicts(), len(self._place_of)), start=1):
@@ -257,9 +257,9 @@ class _RunAudit:
                 line.attempt, Suspicions(line.suspect_limit, line.calibrating)
             )
             verdict = judge(totals, line, shape, mismatch_threshold=limit, suspicions=suspicions)
-            if line.sampling is not None or compared:
-                missed = line.sampling.missed if line.sampling else 0
-                verdict = replace(verdict, sampling=judge_recheck(compared, missed, suspicions))
+            if line.recheck is not None or compared:
+                missed = line.recheck.missed if line.recheck else 0
+                verdict = replace(verdict, recheck=judge_recheck(compared, missed, suspicions))
             verdict = replace(verdict, custody=judge_custody(trained), served=judge_served(served))
             superseded = self._latest[line.step] != place
             self._add(_Step(line, superseded, totals, compared, trained, served, verdict))
@@ -396,7 +396,7 @@ class _RunAudit:
             self._steps_noted[_STALE].add(line.step)
         if verdict.verdict == SUSPECT:
             self._steps_noted[_SUSPECT].add(line.step)
-            parts = {"agreement": verdict, RECHECK: verdict.sampling, SERVED: verdict.served}
+            parts = {"agreement": verdict, RECHECK: verdict.recheck, SERVED: verdict.served}
             for claim, part in parts.items():
                 if part is not None and part.verdict == SUSPECT:
                     self.audit.suspects.add(claim)
@@ -410,7 +410,7 @@ class _RunAudit:
         sums = {
             "samples": len({record.sample_id for record in judged}),
             "parts": len(judged),
-            "missed": step.line.sampling.missed if step.line.sampling else 0,
+            "missed": step.line.recheck.missed if step.line.recheck else 0,
             "rows": sum(r.pairs for r in rows),
             "rows_differ": sum(sum(r.differ.values()) for r in rows),
             "log_probs": sum(r.num_log_probs for r in judged),
@@ -566,12 +566,12 @@ def _findings(step: _Step) -> Iterator[Finding]:
                 yield step.failed(_claim_of(f), f)
         for place, (what, got, expected) in misaligned(step.totals, step.line):
             yield step.finding("agreement", what, *place, got=got, expected=expected)
-    if sampling := step.verdict.sampling:
-        for f in sampling.failures:
+    if recheck := step.verdict.recheck:
+        for f in recheck.failures:
             yield step.failed(RECHECK, f)
         limit = step.line.suspect_limit
-        failed = [s for s in sampling.statistics if verdict_of([s], limit) == FAILED]
-        for text in () if sampling.failures else suspicion_texts(failed, limit, "the step"):
+        failed = [s for s in recheck.statistics if verdict_of([s], limit) == FAILED]
+        for text in () if recheck.failures else suspicion_texts(failed, limit, "the step"):
             yield step.finding(RECHECK, text)
     for text in step.verdict.served.failures if step.verdict.served else ():
         yield step.finding(SERVED, text)
@@ -589,7 +589,7 @@ def _contradictions(step: _Step, *, run_threshold: bool) -> Iterator[Finding]:
     claim = _claim_of(line.failures[0]) if line.failures else "applied"
     parts = [
         (claim, "failures", [str(f) for f in line.failures], []),
-        (RECHECK, "sampling", line.sampling, verdict.sampling),
+        (RECHECK, "recheck", line.recheck, verdict.recheck),
         (CUSTODY, "custody", line.custody, verdict.custody),
         (SERVED, "served", line.served, verdict.served),
     ]

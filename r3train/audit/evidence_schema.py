@@ -28,7 +28,7 @@ from r3train.proof.judge import (
     Custody,
     EVIDENCE_VERSION,
     Failure,
-    Sampling,
+    Recheck,
     Served,
     STAGES,
     StepExpectation,
@@ -116,7 +116,7 @@ class StepLine(StepExpectation, frozen=True, kw_only=True):
     failures: list[Failure]
     threshold_error: str | None
     stale_warning: str | None
-    sampling: Sampling | None = None
+    recheck: Recheck | None = None
     custody: Custody | None = None
     served: Served | None = None
     held: Amount | None = None
@@ -169,7 +169,7 @@ def _fingerprint(kind: type, value: Any) -> Any:
 
 
 RECORDS = msgspec.json.Decoder(RecordLine, dec_hook=_fingerprint)
-RESCORED = msgspec.json.Decoder(RecheckLine, dec_hook=_fingerprint)
+RECHECKS = msgspec.json.Decoder(RecheckLine, dec_hook=_fingerprint)
 CANARIES = msgspec.json.Decoder(ServedLine)
 WEIGHTS = msgspec.json.Decoder(WeightsLine)
 SESSIONS = msgspec.json.Decoder(CustodyLine)

@@ -103,8 +103,8 @@ class StepProof:
             logger.warning("suspect: %s", text)
         if verdict.stale_warning:  # a policy that learns fast; check-evidence counts it
             logger.info(verdict.stale_warning)
-        if verdict.sampling is not None:
-            lacks = verdict.sampling.verdict == NO_EVIDENCE
+        if verdict.recheck is not None:
+            lacks = verdict.recheck.verdict == NO_EVIDENCE
             self._without_recheck = self._without_recheck + 1 if lacks else 0
             if self._without_recheck == _SAID_WITHOUT_RECHECK:  # once, until one comes in time
                 logger.warning(
@@ -187,16 +187,16 @@ def canary_log_probs(reads: Sequence[tuple[ServerRead, list[np.ndarray] | None]]
 
 
 def replay_metrics(verdict: StepVerdict) -> dict[str, Any]:
-    """Return a verdict's numbers under ``r3/`` and ``r3_audit/``."""
+    """Return a verdict's numbers under ``r3/`` and ``recheck/``."""
     metrics: dict[str, Any] = {f"r3/{name}": value for name, value in verdict.counts.items()}
     metrics["r3/passed"] = verdict.passed
     metrics["agreement/suspect"] = _largest_sum(verdict.statistics)
-    if verdict.sampling is not None:
+    if verdict.recheck is not None:
         judged = {PASSED: True, SUSPECT: True, FAILED: False}
-        metrics["r3_audit/passed"] = judged.get(verdict.sampling.verdict)
-        metrics["recheck/suspect"] = _largest_sum(verdict.sampling.statistics)
-        metrics["r3_audit/parts"] = verdict.sampling.parts
-        metrics["r3_audit/missed"] = verdict.sampling.missed
+        metrics["recheck/passed"] = judged.get(verdict.recheck.verdict)
+        metrics["recheck/suspect"] = _largest_sum(verdict.recheck.statistics)
+        metrics["recheck/parts"] = verdict.recheck.parts
+        metrics["recheck/missed"] = verdict.recheck.missed
     if verdict.custody is not None:
         metrics["agent/custody_passed"] = verdict.custody.verdict == PASSED
     for name, value in verdict.agreement.items():

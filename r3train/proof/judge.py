@@ -43,7 +43,7 @@ from r3train.types import (
 )
 
 # Of the files in evidence/; files of another version are refused.
-EVIDENCE_VERSION = 4
+EVIDENCE_VERSION = 5
 STAGES: tuple[str, ...] = get_args(ReplayStage)
 STREAMS: tuple[str, ...] = get_args(StreamName)
 FORWARD, BACKWARD = STAGES
@@ -325,7 +325,7 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Sampling:
+class Recheck:
     """Samples that their servers rechecked (see ``rechecked``).
 
     verdict: passed, suspect, failed or no evidence; parts: comparisons that were judged; missed: chosen
@@ -377,7 +377,7 @@ class StepVerdict:
     common expert, of each stream; limit: of their sums.  threshold_error: the place that is farthest above the threshold,
     where a sum has reached the limit or the place is gross.  above_threshold: the same as a failure.  stale_warning: where
     rows of other weights are above the threshold, which fails nothing.
-    sampling: None where no sample was to be rechecked.  custody: None where no agent made the samples.  served: of the
+    recheck: None where no sample was to be rechecked.  custody: None where no agent made the samples.  served: of the
     weight version that the step trained, None without canaries; a failure has ended the run before.  held: servers
     whose own checksums of these weights were judged; None where they are not read.
     """
@@ -391,7 +391,7 @@ class StepVerdict:
     stale_warning: str | None = None
     statistics: list[Statistic] = field(default_factory=list)
     limit: float = 0.0
-    sampling: Sampling | None = None
+    recheck: Recheck | None = None
     custody: Custody | None = None
     served: Served | None = None
     held: int | None = None
@@ -399,7 +399,7 @@ class StepVerdict:
     @property
     def passed(self) -> bool:
         """True unless the step failed: a suspect one passes."""
-        true = self.sampling is None or self.sampling.verdict != FAILED
+        true = self.recheck is None or self.recheck.verdict != FAILED
         true &= self.custody is None or not self.custody.failures
         return true and not self.failures and self.threshold_error is None
 
@@ -414,7 +414,7 @@ class StepVerdict:
     @property
     def suspects(self) -> list[str]:
         """A line for each suspect statistic of agreement and recheck."""
-        rechecked = self.sampling.statistics if self.sampling else []
+        rechecked = self.recheck.statistics if self.recheck else []
         return suspicion_texts([*self.statistics, *rechecked], self.limit, f"step {self.step}")
 
     def failed_claim(self) -> tuple[str, str]:
@@ -425,10 +425,10 @@ class StepVerdict:
         if self.passed:
             return "", ""
         failures: list[Any] = list(self.failures)
-        if self.sampling is not None and self.sampling.verdict == FAILED:
-            statistics = self.sampling.statistics
+        if self.recheck is not None and self.recheck.verdict == FAILED:
+            statistics = self.recheck.statistics
             over = [s for s in statistics if verdict_of([s], self.limit) == FAILED]
-            failures += self.sampling.failures
+            failures += self.recheck.failures
             failures += suspicion_texts(over, self.limit, f"step {self.step}")
         failures += [f"custody: {text}" for text in self.custody.failures] if self.custody else []
         kind = "replay" if failures else "threshold"
@@ -670,7 +670,7 @@ def step_line(
         "failures": [asdict(f) for f in verdict.failures],
         "threshold_error": verdict.threshold_error,
         "stale_warning": verdict.stale_warning,
-        **({} if verdict.sampling is None else {"sampling": asdict(verdict.sampling)}),
+        **({} if verdict.recheck is None else {"recheck": asdict(verdict.recheck)}),
         **({} if verdict.custody is None else {"custody": asdict(verdict.custody)}),
         **({} if verdict.served is None else {"served": asdict(verdict.served)}),
         **({} if verdict.held is None else {"held": verdict.held}),

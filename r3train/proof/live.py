@@ -46,7 +46,7 @@ def prove_step(
     A collective.  Records that may be summed are written after the judgement, which tells whether they are
     right.  No verdict is written before the records of all ranks.  expectation: on rank 0 only, which
     alone has a verdict.  suspicions: see ``judge``.  rechecked: comparisons with samples that were rechecked, None without any
-    to expect; missed: see ``Sampling``; custody: the sessions of agents; served: the
+    to expect; missed: see ``Recheck``; custody: the sessions of agents; served: the
     canaries of the step's weights, None without any; held: servers whose checksums of these weights were judged.
     """
     suspicions = suspicions or Suspicions()
@@ -68,7 +68,7 @@ def prove_step(
             suspicions=suspicions,
         )
         if rechecked is not None:
-            verdict = replace(verdict, sampling=judge_recheck(rechecked, missed, suspicions))
+            verdict = replace(verdict, recheck=judge_recheck(rechecked, missed, suspicions))
         verdict = replace(verdict, custody=judge_custody(custody), served=served, held=held)
         wrong = not verdict.passed or any(misaligned(totals, expectation))
     if evidence.summed:

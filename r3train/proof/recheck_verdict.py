@@ -21,7 +21,7 @@ import numpy as np
 from msgspec import Meta
 
 from r3train.layout.provenance import classes_of_tokens
-from r3train.proof.judge import Failure, Sampling
+from r3train.proof.judge import Failure, Recheck
 from r3train.proof.suspicion import (
     bounded_mean,
     ROWS_OF_NOTHING,
@@ -289,9 +289,7 @@ def recheck_failures(record: RecheckRecord) -> list[Failure]:
     return found
 
 
-def judge_recheck(
-    records: Sequence[RecheckRecord], missed: int, suspicions: Suspicions
-) -> Sampling:
+def judge_recheck(records: Sequence[RecheckRecord], missed: int, suspicions: Suspicions) -> Recheck:
     """The verdict on a step's comparisons; those without known noise are no evidence.
 
     suspicions: of the steps before, of this start.
@@ -303,7 +301,7 @@ def judge_recheck(
         on_server = [record for record in judged if record.server == server]
         statistics += _see(on_server, suspicions)
     verdict = suspicions.verdict(statistics) if judged else NO_EVIDENCE
-    return Sampling(FAILED if failures else verdict, len(judged), missed, failures, statistics)
+    return Recheck(FAILED if failures else verdict, len(judged), missed, failures, statistics)
 
 
 def _see(records: Sequence[RecheckRecord], suspicions: Suspicions) -> Iterator[Statistic]:

@@ -89,7 +89,7 @@ def test_the_demo_learns_with_adapters_on_two_servers_of_which_one_dies(serving,
     # behind the first step B is not zero: a server without the adapter would not agree
     assert all(m["served/gap_max"] <= 1e-4 for m in metrics)
     # a kill or an early update leaves a rollout without a sample that was rechecked
-    audited = [m["r3_audit/passed"] for m in metrics]
+    audited = [m["recheck/passed"] for m in metrics]
     assert False not in audited and audited.count(True) >= 108
 
 

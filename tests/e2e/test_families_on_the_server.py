@@ -377,8 +377,8 @@ def test_a_job_of_the_family_is_proved_and_its_server_follows_the_actor(family, 
     assert [m["step"] for m in metrics] == [0, 1]
     for m in metrics:
         assert m["r3/passed"] is True and m["r3/rows_replayed"] > 0
-        assert m["r3_audit/passed"] is True
-        assert m["r3_audit/parts"] == 16 and m["r3_audit/missed"] == 0
+        assert m["recheck/passed"] is True
+        assert m["recheck/parts"] == 16 and m["recheck/missed"] == 0
         # the second step is on weights that came through an update
         assert m["train/log_prob_gap_max"] <= within, m
         assert m["served/gap_max"] <= within and m["train/grad_norm"] > 0

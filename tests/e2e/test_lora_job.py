@@ -64,7 +64,7 @@ def test_servers_get_adapters_merged_and_after_the_first_update_the_adapted_tens
     saved, metrics = exported(merged_job), merged_job.metrics()
     for m in metrics:
         assert m["r3/passed"] is True and m["r3/rows_replayed"] > 0
-        assert m["r3_audit/passed"] is True
+        assert m["recheck/passed"] is True
         # the server's merged weights and the actor's adapters are the same policy
         assert m["train/log_prob_gap_max"] <= 1e-4 and m["served/gap_max"] <= 1e-4, m
         assert m["train/grad_norm"] > 0
@@ -186,11 +186,11 @@ def versions_of(run_dir, steps) -> list[np.ndarray]:
 
 def proved(metrics: list[dict], gap: float = 1e-4, unaudited: int = 0) -> None:
     """unaudited: rollouts that may have no sample that was rechecked, as a kill can leave them."""
-    audited = [m["r3_audit/passed"] is True and m["r3_audit/parts"] > 0 for m in metrics]
+    audited = [m["recheck/passed"] is True and m["recheck/parts"] > 0 for m in metrics]
     assert audited.count(True) >= len(metrics) - unaudited
     for m in metrics:
         assert m["r3/passed"] is True and m["r3/rows_replayed"] > 0
-        assert m["r3_audit/passed"] is not False
+        assert m["recheck/passed"] is not False
         # from the second update on B is not zero: a server without the adapter would not agree
         assert m["served/gap_max"] <= gap, m
 

@@ -35,7 +35,7 @@ WEIGHTS = "model-00001-of-00001.safetensors"
 def test_every_step_is_proved_live_and_from_its_files(recorded):
     assert recorded.code == 0, recorded.output
     for m in recorded.metrics():
-        assert m["r3/passed"] is m["r3_audit/passed"] is m["served/passed"] is True
+        assert m["r3/passed"] is m["recheck/passed"] is m["served/passed"] is True
         assert m["r3/num_calls"] == m["r3/num_calls_expected"] > 0
         assert m["r3/duplicate_rows"] == m["r3/map_deviation"] == m["r3/rows_native"] == 0
     served = [json.loads(line) for line in (recorded.run_dir / "evidence/served.jsonl").open()]

@@ -79,7 +79,7 @@ def test_a_planted_bug_fails_the_check_and_the_job(bug, tmp_path, tiny_flags, en
         assert len(evidence) == step["r3/num_calls"] and "num_calls" not in evidence[0]
         assert audit_run(job.run_dir).claims["applied"] == "failed"
     if bug.startswith("answer_"):
-        assert job.metrics()[0]["r3_audit/passed"] is False
+        assert job.metrics()[0]["recheck/passed"] is False
         lines = (job.run_dir / "evidence/rechecked.jsonl").read_text().splitlines()
         compared = [jobs.json.loads(line) for line in lines]
         # the samples alone are wrong

@@ -38,7 +38,7 @@ def test_log_probs_are_the_servers_own_and_every_kept_token_is_proved(tmp_path, 
     assert metrics[0]["train/log_prob_gap_max"] <= 1e-4 and metrics[0]["train/kl"] == 0
     assert metrics[-1]["train/kl"] != 0
     for m in metrics:
-        assert m["r3/passed"] is True and m["r3_audit/passed"] is not False
+        assert m["r3/passed"] is True and m["recheck/passed"] is not False
         assert m["r3/num_calls"] == m["r3/num_calls_expected"]
     assert metrics[0]["r3/agreement_kept_equal"] > 0.99
     samples = [

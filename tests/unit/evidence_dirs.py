@@ -230,7 +230,7 @@ def write_run(
             if rechecked is not None:
                 writers[0].write_recheck(rechecked(step))
                 again = judge_recheck(rechecked(step), 0, suspicions)
-                verdict = replace(verdict, sampling=again)
+                verdict = replace(verdict, recheck=again)
             sessions = custody(step) if custody is not None else []
             writers[0].write_custody(sessions)
             verdict = replace(verdict, custody=judge_custody(sessions), served=canaries)

@@ -198,17 +198,17 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "comparisons are gone": (
         lambda run: (run / RECHECKED).unlink(),
         "recheck",
-        "step 0: sampling of the run's own verdict is Sampling(verdict='passed', parts=1",
+        "step 0: recheck of the run's own verdict is Recheck(verdict='passed', parts=1",
     ),
-    "comparisons nobody counted": (of_step(STEPS, sampling=None), "recheck", "step 1: sampling of"),
+    "comparisons nobody counted": (of_step(STEPS, recheck=None), "recheck", "step 1: recheck of"),
     "a failed comparison": (
         of_step(
             STEPS,
             passed=False,
-            sampling={"verdict": "failed", "parts": 1, "missed": 0, "failures": [FAILURE]},
+            recheck={"verdict": "failed", "parts": 1, "missed": 0, "failures": [FAILURE]},
         ),
         "recheck",
-        "step 1: sampling of the run's own verdict is Sampling(verdict='failed'",
+        "step 1: recheck of the run's own verdict is Recheck(verdict='failed'",
     ),
     "a late comparison": (
         lines(RECHECKED, lambda all_lines: [*all_lines, all_lines[0]]),
@@ -400,7 +400,7 @@ def test_the_numbers_are_those_of_all_steps_at_the_time_that_counts(tmp_path):
     how = dict(microbatches=2, rechecked=rechecked, calibrating=8)
     run = write_run(tmp_path / "run", **how)
     write_run(run, range(1, 4), attempt="2026-01-02", **how)
-    of_step(STEPS, sampling=lambda of: {**of, "missed": 3})(run)
+    of_step(STEPS, recheck=lambda of: {**of, "missed": 3})(run)
     audit = audit_run(run)
     assert audit.verdict == "passed", audit.findings
     calls = 4 * 2 * 3 * 2 * 2  # steps x passes x layers x microbatches x ranks

@@ -13,7 +13,7 @@ from r3train.audit.evidence_schema import (
     METRICS,
     read_lines,
     RECORDS,
-    RESCORED,
+    RECHECKS,
     STEPS,
 )
 from r3train.config import files
@@ -25,7 +25,7 @@ RANK, OF_STEPS, RECHECKED = (
     "evidence/steps.jsonl",
     "evidence/rechecked.jsonl",
 )
-DECODERS = {RANK: RECORDS, OF_STEPS: STEPS, RECHECKED: RESCORED, "metrics.jsonl": METRICS}
+DECODERS = {RANK: RECORDS, OF_STEPS: STEPS, RECHECKED: RECHECKS, "metrics.jsonl": METRICS}
 GONE = object()
 
 
@@ -66,14 +66,14 @@ def a_stage_less(line: dict) -> None:
 
 
 REFUSED = [
-    (OF_STEPS, {"version": 1}, "steps.jsonl:2: evidence version 1, expected 4: judge it with the"),
+    (OF_STEPS, {"version": 1}, "steps.jsonl:2: evidence version 1, expected 5: judge it with the"),
     (
         OF_STEPS,
         {"version": EVIDENCE_VERSION + 1, "counts": GONE},
         f"evidence version {EVIDENCE_VERSION + 1}, expected",
     ),
     # the first lines of version 1 do not name it
-    (OF_STEPS, {"version": GONE, "counts": GONE}, "evidence version 1, expected 4: judge it with"),
+    (OF_STEPS, {"version": GONE, "counts": GONE}, "evidence version 1, expected 5: judge it with"),
     (OF_STEPS, {"passes": 1e25}, "Expected `array`, got `float` - at `$.passes`"),
     (OF_STEPS, {"passes": []}, "Expected `array` of length >= 1"),
     (

@@ -18,7 +18,7 @@ from r3train.observe.metric_table import METRICS, row_of
 
 PACKAGE = Path(metric_table.__file__).parents[1]
 WRITERS = ("loop", "launch", "commands", "trainer", "route_stores", "observe")
-KEY = re.compile(r"(rollout|train|perf|r3|r3_audit|faults)/[a-z0-9_]+")
+KEY = re.compile(r"(rollout|train|perf|r3|recheck|faults)/[a-z0-9_]+")
 
 
 def keys_in_code() -> set[str]:

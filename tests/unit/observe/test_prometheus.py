@@ -36,7 +36,7 @@ def test_the_numbers_of_the_last_step_and_of_each_sets_last_evaluation_are_serve
         for step, tokens in ((7, 10), (8, 32)):
             values = {"rollout/tokens": tokens, "rollout/num_samples": 4, "perf/step_s": step / 2}
             values |= {"r3/passed": True, "perf/host_memory_gb": 2.5, "train/loss": math.nan}
-            values |= {"faults/bad_answers": 3, "r3_audit/passed": None, "train/my-loss": 0.5}
+            values |= {"faults/bad_answers": 3, "recheck/passed": None, "train/my-loss": 0.5}
             writer.write(step, values | ({"train/num_loss_tokens": 9} if step == 7 else {}))
         for version, mean in ((0, 0.25), (8, 0.5)):
             numbers = {"mean": mean, "pass_at_4": 0.75}

@@ -19,7 +19,7 @@ from r3train.proof.judge import (
     expert_id_sums,
     Failure,
     judge,
-    Sampling,
+    Recheck,
     StepExpectation,
     StepTotals,
     StepVerdict,
@@ -509,10 +509,10 @@ def test_a_failure_ends_a_job_with_the_first_eight_and_the_number_of_the_others(
     assert "more" not in text(failures[:8]) and text(failures[:8]).count("\n") == 8
     assert text(failures[:9]).endswith("layer 8: num_calls is 8, expected 0\n  and 1 more")
     assert text(failures).endswith("and 3 more")
-    untrue = Sampling("failed", 1, 0, failures[:1])
-    assert text([], sampling=untrue).endswith("num_calls is 1, expected 0")
-    assert not StepVerdict(3, [], [], None, {}, sampling=untrue).passed
-    sound = StepVerdict(3, [], [], None, {}, sampling=Sampling("passed", 1, 0, []))
+    untrue = Recheck("failed", 1, 0, failures[:1])
+    assert text([], recheck=untrue).endswith("num_calls is 1, expected 0")
+    assert not StepVerdict(3, [], [], None, {}, recheck=untrue).passed
+    sound = StepVerdict(3, [], [], None, {}, recheck=Recheck("passed", 1, 0, []))
     assert sound.passed and sound.failed_claim() == ("", "")
     assert StepVerdict(3, [], [], None, {}).failed_claim() == ("", "")
 

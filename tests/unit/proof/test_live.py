@@ -109,12 +109,12 @@ def test_samples_that_were_computed_again_are_judged_with_the_step_and_written(
     expectation = expectation_of(0, {0})
     found = prove(tmp_path, expectation, rechecked=compared, missed=2, check_interval=5)
     assert found.passed == (verdict == "passed") and not found.failures
-    assert (found.sampling.verdict, found.sampling.parts, found.sampling.missed) == (verdict, 1, 2)
+    assert (found.recheck.verdict, found.recheck.parts, found.recheck.missed) == (verdict, 1, 2)
     (line,) = map(json.loads, (tmp_path / "evidence" / STEPS_FILE).read_text().splitlines())
-    assert line["check_interval"] == 5 and line["sampling"]["missed"] == 2
+    assert line["check_interval"] == 5 and line["recheck"]["missed"] == 2
     audit = audit_run(tmp_path)
     assert audit.claims["recheck"] == verdict
     assert audit.numbers["rechecked"]["parts"] == 1
-    assert prove(tmp_path / "without", expectation).sampling is None
+    assert prove(tmp_path / "without", expectation).recheck is None
     nothing = prove(tmp_path / "nothing", expectation, rechecked=[])
-    assert nothing.sampling.verdict == "no evidence" and nothing.passed
+    assert nothing.recheck.verdict == "no evidence" and nothing.passed

@@ -88,11 +88,9 @@ def judged(sample, again, noise=EXACT, *, log_probs=True):
 
 def suspects(*records: RecheckRecord, suspicions: Suspicions | None = None) -> list[str]:
     """The statistics that one step makes suspect, where nothing is calibrated by the steps before."""
-    sampling = judge_recheck(records, 0, suspicions or Suspicions(calibrating=0))
-    assert (sampling.verdict in ("suspect", "failed")) >= any(
-        s.sum >= 1 for s in sampling.statistics
-    )
-    return [s.name for s in sampling.statistics if s.sum >= 1]
+    recheck = judge_recheck(records, 0, suspicions or Suspicions(calibrating=0))
+    assert (recheck.verdict in ("suspect", "failed")) >= any(s.sum >= 1 for s in recheck.statistics)
+    return [s.name for s in recheck.statistics if s.sum >= 1]
 
 
 def test_equal_sets_of_experts_and_log_probs_pass_and_all_of_them_are_counted():
@@ -268,8 +266,8 @@ def test_each_server_is_judged_by_its_own_noise():
             dtype="float32",
         )
         assert [r.noise.rows_seldom_differ for r in records] == [False, True]
-        sampling = judge_recheck(records, 0, Suspicions(calibrating=0))
-        assert {s.server for s in sampling.statistics if s.sum >= 1} == {1}
+        recheck = judge_recheck(records, 0, Suspicions(calibrating=0))
+        assert {s.server for s in recheck.statistics if s.sum >= 1} == {1}
     # nor is a server without a measurement judged by another's
     rollout = RecheckedRollout(parts, 0, exact)
     records = compare_rollout(
@@ -336,9 +334,9 @@ def test_the_verdict_of_a_step_counts_what_was_judged_and_what_was_missed():
         ([right, unknown], "passed", 1),
         ([unknown], "no evidence", 0),
     ):
-        sampling = judge_recheck(records, 3, Suspicions())
-        assert (sampling.verdict, sampling.parts, sampling.missed) == (verdict, parts, 3)
-        assert len(sampling.failures) == (verdict == "failed")
+        recheck = judge_recheck(records, 3, Suspicions())
+        assert (recheck.verdict, recheck.parts, recheck.missed) == (verdict, parts, 3)
+        assert len(recheck.failures) == (verdict == "failed")
 
 
 @pytest.mark.parametrize("version", [0, 4])
