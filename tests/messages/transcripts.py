@@ -39,12 +39,16 @@ class Ended(BaseException):
 
 
 def start(tiny: Path, *flags: str, environment: dict | None = None) -> Result:
-    """Run ``train_async.py`` with the demo's files, as a rank of torchrun would; None takes a variable away."""
+    """Run ``train_async.py`` with the demo's files, as a rank of torchrun would; None takes a variable away.
+
+    No server is prepared while the checks are made: each is a process that imports SGLang.
+    """
     recipe = () if "--config" in flags else ("--config", str(ROOT / "configs/tiny_cpu.toml"))
     files = ("--hf-checkpoint", str(tiny / "model"), "--prompt-data", str(tiny / "prompts.jsonl"))
     words = [*files, *recipe, "--use-rollout-routing-replay", *flags]
     ranks = {"RANK": None, "WORLD_SIZE": None, **(environment or {})}
-    return CliRunner().invoke(train_async.main, words, env=ranks)
+    with patch("r3train.launch.start.train.prepare_servers", lambda config: []):
+        return CliRunner().invoke(train_async.main, words, env=ranks)
 
 
 @dataclass(frozen=True)
@@ -104,16 +108,12 @@ def answered(case: Case, files: Path, directory: Path) -> Case:
 
 @contextlib.contextmanager
 def _nothing_starts() -> Iterator[None]:
-    """Let a start without a GPU get as far as its ranks and servers, and no further.
-
-    Servers that are prepared while the checks are made are other tests'.
-    """
+    """Let a start without a GPU get as far as its ranks and servers, and no further."""
 
     def not_now(*_a, **_k):
         raise AssertionError("something was started")
 
     with (
-        patch("r3train.launch.start.train.prepare_servers", lambda config: []),
         patch("r3train.launch.start.train.start_servers", not_now),
         patch("r3train.launch.start.train.run", not_now),
         patch(

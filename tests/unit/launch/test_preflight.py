@@ -190,7 +190,6 @@ train.main(sys.argv[1:])
 def test_a_nodes_other_ranks_let_the_first_one_name_the_mistake(flag, tiny, monkeypatch):
     waited = []
     monkeypatch.setattr("r3train.config.options.time.sleep", waited.append)
-    monkeypatch.setattr("r3train.launch.start.train.prepare_servers", lambda config: [])
     assert start(tiny, flag, environment={"LOCAL_RANK": "0"}).exit_code == 2 and not waited
     late = start(tiny, flag, environment={"RANK": "1", "LOCAL_RANK": "1"})
     assert late.exit_code == 2 and waited == [10.0] and flag.partition("=")[0] in late.output
