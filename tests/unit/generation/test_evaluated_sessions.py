@@ -8,27 +8,18 @@ from dataclasses import replace
 import pytest
 from tests.unit.generation.session_play import user
 from tests.unit.generation.test_agents_in_the_producer import ask, CALLS, producer_of
-from tests.unit.generation.test_evaluation import EVAL_IDS, eval_set
-from tests.unit.simulated_engine import SimulatedEngine
+from tests.unit.generation.test_evaluation import eval_set
+from tests.fakes.server import EVAL_IDS, SimulatedEngine
 
 from r3train.generation.agent_episode import AgentEpisode
 
 
-class Engine(SimulatedEngine):
-    """Counts the requests of evaluations and of rollouts, all and at once."""
+def endless():
+    return SimulatedEngine(length=lambda _: 10**6, tick_s=0.002)
 
-    def __init__(self) -> None:
-        super().__init__(length=lambda _: 10**6, tick_s=0.002)
-        self.rollouts = self.most = self.most_evaluated = 0
 
-    async def generate(self, request):
-        self.rollouts += request.sample_id < EVAL_IDS
-        task = asyncio.ensure_future(super().generate(request))
-        await asyncio.sleep(0)
-        self.most = max(self.most, len(self.running))
-        evaluated = sum(i >= EVAL_IDS for i in self.running)
-        self.most_evaluated = max(self.most_evaluated, evaluated)
-        return await task
+def rollouts(engine):
+    return sum(request.sample_id < EVAL_IDS for request in engine.requests)
 
 
 def sessions(producer):
@@ -58,7 +49,7 @@ def test_an_evaluated_session_holds_no_slot_between_its_calls():
         await ask(access, user("go"), answer, user("on"))
         return 0.5
 
-    engine = Engine()
+    engine = endless()
     how = {"most": 8, "rollout_max_concurrency": 1, "num_rollout": 2}
     with producer_of(engine, waits_for_the_rollout, **how) as producer:
         producer.begin_evaluation([sessions(producer)])
@@ -90,7 +81,7 @@ def test_requests_that_an_evaluated_session_sends_at_once_keep_to_the_evaluation
         await asyncio.gather(*(ask(access, user(f"go {n}")) for n in range(count)))
         return 0.5
 
-    engine = Engine()
+    engine = endless()
     with producer_of(engine, three_at_once, rollout_max_concurrency=4) as producer:
         producer.eval_slots = 2
         producer.begin_evaluation([sessions(producer)])
@@ -113,7 +104,7 @@ def test_no_more_sessions_of_an_evaluation_are_alive_than_may_be():
         alive -= is_evaluated(access)
         return 0.5
 
-    with producer_of(Engine(), counted, most=3, rollout_max_concurrency=8) as producer:
+    with producer_of(endless(), counted, most=3, rollout_max_concurrency=8) as producer:
         producer.eval_slots = 8
         producer.begin_evaluation([sessions(producer)])
         producer.await_evaluation()

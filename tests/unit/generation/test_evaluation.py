@@ -13,9 +13,7 @@ from r3train.generation.eval_sets import EvalSet, EvaluationEnded, evaluate, eva
 from r3train.generation.producer import Producer
 from r3train.generation.rollout_task import RequestSettings
 from r3train.types import Prompt
-from tests.unit.simulated_engine import SimulatedEngine, prompt_for, rollout_section
-
-EVAL_IDS = 1 << 62  # ids of evaluations are above it
+from tests.fakes.server import EVAL_IDS, SimulatedEngine, prompt_for, rollout_section
 
 
 async def length_as_reward(samples):
@@ -41,29 +39,19 @@ def eval_set(name="held_out", num_prompts=3, num_samples=2, score=length_as_rewa
 
 
 class Engine(SimulatedEngine):
-    """Counts the requests of evaluations and of rollouts, answered and at once."""
+    """The last token of an evaluation's answer says the version ``relabelled``."""
 
-    def __init__(self, **behaviour):
-        super().__init__(**behaviour)
-        self.requests = []
-        self.most_evaluated = self.most = 0
-        self.relabelled = None  # the last token of an evaluation's answer says this version
+    relabelled = None
 
     async def generate(self, request):
-        self.requests.append(request)
-        task = asyncio.ensure_future(super().generate(request))
-        await asyncio.sleep(0)
-        evaluated = [i for i in self.running if i >= EVAL_IDS]
-        self.most_evaluated = max(self.most_evaluated, len(evaluated))
-        self.most = max(self.most, len(self.running))
-        segment = await task
+        segment = await super().generate(request)
         if self.relabelled is not None and request.sample_id >= EVAL_IDS:
             segment.weight_versions[-1] = self.relabelled
-        return segment if request.wants_routes else replace(segment, rows=None)
+        return segment
 
-    @property
-    def of_evaluations(self):
-        return [r for r in self.requests if r.sample_id >= EVAL_IDS]
+
+def of_evaluations(engine):
+    return [request for request in engine.requests if request.sample_id >= EVAL_IDS]
 
 
 def producer_of(engine, eval_slots=2, **settings):
@@ -134,9 +122,9 @@ def test_an_evaluation_asks_with_its_own_sampling_and_for_no_routes():
         producer.await_evaluation()
         producer.take_evaluation()
         producer.next_batch(0)
-    assert len(engine.of_evaluations) == 6
-    assert all(r.sampling == asked.sampling and not r.wants_routes for r in engine.of_evaluations)
-    assert all(r.fresh_prefix for r in engine.of_evaluations)
+    assert len(of_evaluations(engine)) == 6
+    assert all(r.sampling == asked.sampling and not r.wants_routes for r in of_evaluations(engine))
+    assert all(r.fresh_prefix for r in of_evaluations(engine))
     training_requests = [r for r in engine.requests if r.sample_id < EVAL_IDS]
     assert all(r.sampling == SamplingParams(4) and r.wants_routes for r in training_requests)
     assert len({r.sample_id for r in engine.requests}) == len(engine.requests)
@@ -150,7 +138,7 @@ def test_two_sets_draw_with_other_seeds_and_a_second_evaluation_with_the_same():
             producer.begin_evaluation([eval_set(name) for name in names])
             producer.await_evaluation()
             producer.take_evaluation()
-        ids.append({r.sample_id for r in engine.of_evaluations})
+        ids.append({r.sample_id for r in of_evaluations(engine)})
     assert len(ids[0]) == 6 and len(ids[1]) == 12 and ids[0] < ids[1]
 
 
@@ -162,7 +150,7 @@ def test_a_weight_update_waits_for_the_evaluation_and_one_version_answers_all_of
         producer.begin_evaluation([eval_set(num_prompts=4)])
         with producer.quiesced():
             assert not [i for i in engine.running if i >= EVAL_IDS]
-            assert len(engine.of_evaluations) == 8
+            assert len(of_evaluations(engine)) == 8
             engine.version = 1
             producer.set_version(1)
         rows = producer.take_evaluation()["held_out"]
@@ -198,7 +186,7 @@ def test_generation_with_much_to_do_leaves_an_evaluation_its_share():
             time.sleep(0.001)
         producer.begin_evaluation([eval_set()])
         producer.await_evaluation()
-        training_requests = len(engine.requests) - len(engine.of_evaluations)
+        training_requests = len(engine.requests) - len(of_evaluations(engine))
         assert training_requests < 300, f"{training_requests} of 600 samples came first"
         assert engine.most == 6, "more requests at once than places"
 
@@ -231,7 +219,7 @@ def test_an_evaluation_that_is_given_up_ends_its_requests_and_keeps_the_sets_tha
     with producer_of(engine, eval_slots=6) as producer:
         producer.begin_evaluation([eval_set("quick")])
         producer.await_evaluation()
-        engine.slow_ids = set(sorted(r.sample_id for r in engine.of_evaluations)[:3])
+        engine.slow_ids = set(sorted(r.sample_id for r in of_evaluations(engine))[:3])
         assert len(producer.take_evaluation()["quick"]) == 6
         producer.begin_evaluation([eval_set("quick"), eval_set("other", 1, 1)])
         time.sleep(0.2)

@@ -12,58 +12,26 @@ import numpy as np
 import pytest
 
 from r3train.config.data_settings import DataSection
-from r3train.engine.backend import EngineDied, SamplingParams, Segment
+from r3train.engine.backend import EngineDied, SamplingParams
 from r3train.generation.producer import Producer
 from r3train.generation.rollout_task import RequestSettings
 from r3train.generation.scheduler import GroupScorer
 from r3train.rewards.scoring import Scorer
-from r3train.types import Prompt
-from tests.unit.simulated_engine import rollout_section
+from tests.fakes.server import prompt_for, rollout_section, SimulatedEngine
 
 
-class FakeBackend:
-    """Answers after a random short time and records what was asked under which version."""
-
-    def __init__(self, fail_at=None, delay_s=0.004):
-        self.asked = []  # (sample_id, version)
-        self.running = self.peak = 0
-        self.closed = False
-        self.fail_at = fail_at
-        self.delay_s = delay_s
-        self.rng = np.random.default_rng(0)
-
-    async def generate(self, request):
-        sample_id, weight_version = request.sample_id, request.weight_version
-        self.asked.append((sample_id, weight_version))
-        self.running += 1
-        self.peak = max(self.peak, self.running)
-        try:
-            await asyncio.sleep(self.delay_s * self.rng.random())
-        finally:
-            self.running -= 1
-        if sample_id == self.fail_at:
-            raise EngineDied(f"sample {sample_id} met a dead engine")
-        return Segment(
-            token_ids=np.array([9, 9], np.int32),
-            log_probs=np.zeros(2, np.float32),
-            weight_versions=np.array([weight_version, weight_version], np.int32),
-            rows=None,
-            rows_start=0,
-            finish_reason="stop",
-        )
-
-    async def aclose(self):
-        self.closed = True
+def engine(fail_at=None, tick_s=0.001):
+    """Two tokens an answer, of the weights that each request expects; some answers take longer."""
+    slow = lambda sample_id: 1 + sample_id * 7 % 5 / 4  # noqa: E731
+    return SimulatedEngine(
+        length=lambda _: 2, slow=slow, tick_s=tick_s, version=None, fail_at=fail_at
+    )
 
 
 def scorer(function, weight_of_key=None, **settings):
     path = f"tests.unit.reward_functions:{function}"
     data = DataSection(prompt_data="-", custom_rm_path=path, **settings)
     return Scorer(data, weight_of_key=weight_of_key)
-
-
-def prompt_for(group):
-    return Prompt(str(group), group, "", np.array([group], np.int32), None)
 
 
 def producer_of(backend, options=MappingProxyType({}), **settings):
@@ -84,7 +52,7 @@ def producer_of(backend, options=MappingProxyType({}), **settings):
 
 @pytest.mark.parametrize("staleness", [0, 1, 2])
 def test_no_group_is_submitted_further_ahead_than_the_staleness_allows(staleness):
-    backend = FakeBackend()
+    backend = engine()
     with producer_of(backend, max_weight_staleness=staleness) as producer:
         for step in range(6):
             groups = producer.next_batch(step)
@@ -92,22 +60,22 @@ def test_no_group_is_submitted_further_ahead_than_the_staleness_allows(staleness
                 [6 * step + 2 * g, 6 * step + 2 * g + 1] for g in range(3)
             ]
             time.sleep(0.05)  # time enough to run too far ahead
-            furthest = max(sample_id for sample_id, _ in backend.asked) // 6
+            furthest = max(sample_id for sample_id, *_ in backend.asked) // 6
             assert furthest == min(step + staleness, 5)
             with producer.quiesced():
                 producer.set_version(step + 1)
-    for sample_id, version in backend.asked:
+    for sample_id, version, _ in backend.asked:
         assert 0 <= sample_id // 6 - version <= staleness
-    assert sorted(sample_id for sample_id, _ in backend.asked) == list(range(36))
-    assert backend.peak <= 4
+    assert sorted(sample_id for sample_id, *_ in backend.asked) == list(range(36))
+    assert backend.most <= 4
 
 
 def test_nothing_runs_while_quiesced_and_it_resumes_afterwards():
-    backend = FakeBackend(delay_s=0.05)
+    backend = engine(tick_s=0.01)
     with producer_of(backend, max_weight_staleness=5) as producer:
         time.sleep(0.02)
         with producer.quiesced():
-            assert backend.running == 0
+            assert not backend.running
             asked = len(backend.asked)
             assert 0 < asked < 36
             time.sleep(0.1)
@@ -118,13 +86,13 @@ def test_nothing_runs_while_quiesced_and_it_resumes_afterwards():
 
 
 def test_what_holds_the_loop_is_in_the_counts_of_the_batch_that_it_held_up():
-    class Holds(FakeBackend):
+    class Holds(SimulatedEngine):
         async def generate(self, request):
             if request.sample_id == 0:
                 time.sleep(0.5)  # as reading a large answer in the loop would
             return await super().generate(request)
 
-    with producer_of(Holds(), max_weight_staleness=0) as producer:
+    with producer_of(Holds(version=None), max_weight_staleness=0) as producer:
         holds = []
         for step in range(2):
             producer.next_batch(step)
@@ -135,15 +103,15 @@ def test_what_holds_the_loop_is_in_the_counts_of_the_batch_that_it_held_up():
 
 
 def test_a_run_resumes_at_its_step_with_its_group_numbers():
-    backend = FakeBackend()
+    backend = engine()
     with producer_of(backend, {"start_rollout": 4}, max_weight_staleness=0) as producer:
         groups = producer.next_batch(4)
     assert groups[0][0][0].group_id == 12 and groups[0][0][0].sample_id == 24
-    assert {version for _, version in backend.asked} == {4}
+    assert {version for _, version, _ in backend.asked} == {4}
 
 
 def test_rewards_are_computed_off_the_loop_and_stay_with_their_sample():
-    with producer_of(FakeBackend(), {"scorer": GroupScorer(scorer("by_prompt"))}) as producer:
+    with producer_of(engine(), {"scorer": GroupScorer(scorer("by_prompt"))}) as producer:
         for sample, reward in (pair for group in producer.next_batch(0) for pair in group):
             assert reward == sample.group_id / 2
 
@@ -152,7 +120,7 @@ def test_rewards_are_computed_off_the_loop_and_stay_with_their_sample():
 def test_the_parts_of_a_reward_go_with_its_sample(of_group):
     made = scorer("tables", {"length": 2.0, "score": 4.0})
     with producer_of(
-        FakeBackend(),
+        engine(),
         {"scorer": GroupScorer(score_group=made.group) if of_group else GroupScorer(made)},
     ) as producer:
         for sample, reward in (pair for group in producer.next_batch(0) for pair in group):
@@ -187,7 +155,7 @@ def test_a_teacher_scores_every_sample_before_its_reward(kind):
 
     teacher = NumberingTeacher()
     how = {"each": {"score": reward_one}, "group": {"score_group": group}}[kind]
-    with producer_of(FakeBackend(), {"scorer": GroupScorer(teacher=teacher, **how)}) as producer:
+    with producer_of(engine(), {"scorer": GroupScorer(teacher=teacher, **how)}) as producer:
         scored = [pair for scored_group in producer.next_batch(0) for pair in scored_group]
     assert [reward for _, reward in scored] == [sample.sample_id for sample, _ in scored]
     assert teacher.closed
@@ -195,7 +163,7 @@ def test_a_teacher_scores_every_sample_before_its_reward(kind):
 
 def test_a_teacher_that_fails_ends_the_run():
     with producer_of(
-        FakeBackend(), {"scorer": GroupScorer(teacher=NumberingTeacher(fail_at=3))}
+        engine(), {"scorer": GroupScorer(teacher=NumberingTeacher(fail_at=3))}
     ) as producer:
         with pytest.raises(RuntimeError, match="teacher: sample 3"):
             producer.next_batch(0)
@@ -203,10 +171,10 @@ def test_a_teacher_that_fails_ends_the_run():
 
 def test_a_reward_that_takes_too_long_ends_the_run_with_its_prompt_and_its_bound():
     score = scorer("hangs", reward_timeout_s=3.0)
-    with producer_of(FakeBackend(), {"scorer": GroupScorer(score)}) as producer:
+    with producer_of(engine(), {"scorer": GroupScorer(score)}) as producer:
         with pytest.raises(
             ValueError,
-            match=r"prompt 1: reward .*:hangs took longer than reward_timeout_s 3 \(sample",
+            match=r"prompt prompts:1: reward .*:hangs took longer than reward_timeout_s 3 \(sample",
         ):
             producer.next_batch(0)
         assert {sample.group_id for sample, _ in producer.snapshot().samples} >= {0, 2}
@@ -214,9 +182,9 @@ def test_a_reward_that_takes_too_long_ends_the_run_with_its_prompt_and_its_bound
 
 def test_a_reward_that_never_returns_does_not_keep_the_process():
     script = """
-from tests.unit.generation.test_producer import FakeBackend, GroupScorer, producer_of, scorer
+from tests.unit.generation.test_producer import engine, GroupScorer, producer_of, scorer
 never = scorer("hangs", reward_timeout_s=0.2)
-with producer_of(FakeBackend(), {"scorer": GroupScorer(never)}) as producer:
+with producer_of(engine(), {"scorer": GroupScorer(never)}) as producer:
     producer.next_batch(0)
 """
     done = subprocess.run(
@@ -233,7 +201,7 @@ def test_a_group_is_scored_as_a_whole_once_all_its_samples_are_there():
         return [float(place) for place, _ in enumerate(samples)]
 
     with producer_of(
-        FakeBackend(), {"scorer": GroupScorer(score_group=places)}, n_samples_per_prompt=4
+        engine(), {"scorer": GroupScorer(score_group=places)}, n_samples_per_prompt=4
     ) as producer:
         groups = producer.next_batch(0)
     assert [[reward for _, reward in group] for group in groups] == [[0.0, 1.0, 2.0, 3.0]] * 3
@@ -250,14 +218,14 @@ def test_a_half_made_group_is_scored_as_a_whole_after_a_restart():
         return 1.0 if sample.sample_id % 4 else await asyncio.sleep(600)
 
     settings = {"n_samples_per_prompt": 4, "num_rollout": 1, "rollout_max_concurrency": 16}
-    with producer_of(FakeBackend(), {"scorer": GroupScorer(alone)}, **settings) as producer:
+    with producer_of(engine(), {"scorer": GroupScorer(alone)}, **settings) as producer:
         while len(producer._buffer._groups) < 3 or any(
             len(group.samples) < 3 for group in producer._buffer._groups.values()
         ):
             time.sleep(0.01)
         state = producer._call(_buffer_state(producer))
     options = {"scorer": GroupScorer(score_group=hundreds), "state": state}
-    with producer_of(FakeBackend(), options, **settings) as producer:
+    with producer_of(engine(), options, **settings) as producer:
         groups = producer.next_batch(0)
     assert [[reward for _, reward in group] for group in groups] == [
         [100.0, 101.0, 102.0, 103.0]
@@ -276,17 +244,17 @@ def test_waiting_samples_of_another_reward_are_scored_again_and_not_generated(of
         return [5.0] * len(samples)
 
     settings = {"n_samples_per_prompt": 4, "num_rollout": 1, "rollout_max_concurrency": 16}
-    with producer_of(FakeBackend(), {"scorer": GroupScorer(before)}, **settings) as producer:
+    with producer_of(engine(), {"scorer": GroupScorer(before)}, **settings) as producer:
         while producer.stats()["finished_samples"] < 12:
             time.sleep(0.01)
         state = producer._call(_buffer_state(producer))
     assert len(state.samples) == 6
     after = GroupScorer(score_group=now_for_all) if of_group else GroupScorer(now)
-    options, backend = {"scorer": after, "state": replace(state, score_again=True)}, FakeBackend()
+    options, backend = {"scorer": after, "state": replace(state, score_again=True)}, engine()
     with producer_of(backend, options, **settings) as producer:
         groups = producer.next_batch(0)
     assert [[reward for _, reward in group] for group in groups] == [[5.0] * 4] * 3
-    assert sorted(sample_id % 4 for sample_id, _ in backend.asked) == [2] * 3 + [3] * 3
+    assert sorted(sample_id % 4 for sample_id, *_ in backend.asked) == [2] * 3 + [3] * 3
 
 
 @pytest.mark.parametrize("of_group", [False, True])
@@ -301,14 +269,14 @@ def test_a_complete_group_that_waits_is_trained_with_the_new_reward_alone(of_gro
     async def now_for_all(samples):
         return [await now(sample) for sample in samples]
 
-    with producer_of(FakeBackend(), {"scorer": GroupScorer(before)}) as producer:
+    with producer_of(engine(), {"scorer": GroupScorer(before)}) as producer:
         while not producer.stats()["buffered_groups"]:
             time.sleep(0.01)
         state = producer.snapshot()
     assert state.samples
     after = GroupScorer(score_group=now_for_all) if of_group else GroupScorer(now)
     options = {"scorer": after, "state": replace(state, score_again=True)}
-    with producer_of(FakeBackend(), options) as producer:
+    with producer_of(engine(), options) as producer:
         groups = producer.next_batch(0)
     assert [[reward for _, reward in group] for group in groups] == [[5.0] * 2] * 3
 
@@ -319,7 +287,7 @@ async def _buffer_state(producer):
 
 
 def test_a_failed_generation_is_raised_by_whoever_waits_at_once():
-    backend = FakeBackend(fail_at=7)
+    backend = engine(fail_at=7)
     with producer_of(backend, max_weight_staleness=0) as producer:
         producer.next_batch(0)
         with producer.quiesced():
@@ -336,7 +304,7 @@ def test_a_failure_anywhere_in_the_producer_is_raised_with_its_own_type(where):
 
     producer = Producer(
         rollout_section(rollout_max_concurrency=4),
-        fail if where == "make_backend" else FakeBackend,
+        fail if where == "make_backend" else engine,
         fail if where == "prompt_for" else prompt_for,
         RequestSettings(SamplingParams(4)),
         scorer=GroupScorer(fail) if where == "score" else GroupScorer(),
@@ -349,7 +317,7 @@ def test_a_complete_batch_is_taken_though_an_engine_has_died_or_a_stop_has_come(
     def fail(*_):
         raise EngineDied("nobody waits for it")
 
-    with producer_of(FakeBackend(), {"check_alive": fail}, num_rollout=1) as producer:
+    with producer_of(engine(), {"check_alive": fail}, num_rollout=1) as producer:
         while producer.stats()["buffered_groups"] < 3:
             time.sleep(0.01)
         assert len(producer.next_batch(0, on_wait=fail)) == 3
@@ -362,17 +330,17 @@ def test_a_dead_engine_is_noticed_while_waiting_though_no_request_fails():
         if died.is_set():
             raise EngineDied("the engine is gone")
 
-    backend = FakeBackend(delay_s=1000)
+    backend = engine(tick_s=500)
     with producer_of(backend, {"check_alive": check_alive}) as producer:
         threading.Timer(0.3, died.set).start()
         with pytest.raises(EngineDied, match="gone"):
             producer.next_batch(0)
-    assert backend.closed and backend.running == 0
+    assert backend.closed and not backend.running
 
 
 def test_waiting_reports_counts_that_add_up():
     seen = []
-    backend = FakeBackend(delay_s=1.0)
+    backend = engine(tick_s=0.2)
     with producer_of(backend, max_weight_staleness=0) as producer:
         producer.next_batch(0, on_wait=seen.append)
         stats = producer.stats()
@@ -383,7 +351,7 @@ def test_waiting_reports_counts_that_add_up():
 
 
 def test_asking_for_a_step_that_cannot_come_fails_instead_of_hanging():
-    with producer_of(FakeBackend(), max_weight_staleness=1) as producer:
+    with producer_of(engine(), max_weight_staleness=1) as producer:
         with pytest.raises(AssertionError, match="never submitted"):
             producer.next_batch(2)
         with pytest.raises(AssertionError, match="step 6 of 6"):
@@ -394,7 +362,7 @@ def test_asking_for_a_step_that_cannot_come_fails_instead_of_hanging():
 
 
 def test_closing_twice_in_mid_generation_leaves_no_thread():
-    backend = FakeBackend(delay_s=1000)
+    backend = engine(tick_s=500)
     producer = producer_of(backend)
     time.sleep(0.05)
     producer.close()

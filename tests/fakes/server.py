@@ -1,0 +1,141 @@
+"""A server without a model, in process: one token a tick, labelled with the weights held at that tick.
+
+It behaves as SGLang does at a pause (frozen requests keep what they have) and at an abort (partial
+tokens come back), and it records what it was asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+
+from r3train.config.rollout_settings import RolloutSection
+from r3train.engine.backend import Drafts, EngineDied, Request, Segment
+from r3train.types import Prompt, RouteShape
+
+ROUTES = RouteShape(num_layers=2, topk=2, num_experts=8)
+PROMPT_LEN = 2
+RETRACTED = 7  # token of answers that were retracted
+EVAL_IDS = 1 << 62  # sample ids of evaluations are above it
+
+
+def rollout_section(**changes: Any) -> RolloutSection:
+    """A section with small numbers."""
+    base = {"num_rollout": 4, "rollout_batch_size": 2, "n_samples_per_prompt": 2}
+    return RolloutSection(**{**base, "rollout_max_response_len": 64, **changes})
+
+
+def prompt_for(group: int) -> Prompt:
+    return Prompt(f"prompts:{group}", group, "", np.array([group, 1], np.int32), None)
+
+
+class SimulatedEngine:
+    """Implements ``RolloutBackend``; ``length(sample_id)`` tokens a response, ``slow`` in ticks.
+
+    version: the weights that are held, for the test to set; None: those that each request expects.
+    fail_at: the sample whose request meets a dead engine.
+
+    ``retracted(n)`` is True for answers, counted from 0, that say that they were retracted: their
+    tokens are RETRACTED.
+    """
+
+    def __init__(
+        self,
+        *,
+        length=lambda _: 4,
+        slow=lambda _: 1,
+        tick_s=0.001,
+        retracted=lambda n: False,
+        version: int | None = 0,
+        fail_at: int | None = None,
+    ):
+        self.version = version
+        self.fail_at = fail_at
+        self.length = length
+        self.slow = slow
+        self.tick_s = tick_s
+        self.retracted = retracted
+        self.answered = 0
+        self.frozen = asyncio.Event()
+        self.frozen.set()
+        self.running: set[int] = set()
+        self.most = self.most_evaluated = 0  # requests at once, and those of evaluations
+        self.requests: list[Request] = []
+        self.aborting: set[int] = set()
+        self.asked: list[tuple[int, int, int]] = []  # sample id, weight version, tokens resumed
+        self.asked_for: list[int] = []  # tokens, of each request
+        self.cancelled: list[int] = []
+        self.calls: list[str] = []
+        self.closed = False
+
+    async def generate(self, request: Request) -> Segment:
+        sample_id = request.sample_id
+        before = len(request.token_ids) - PROMPT_LEN  # of the response
+        self.requests.append(request)
+        self.asked.append((sample_id, request.weight_version, before))
+        left = min(self.length(sample_id) - before, request.max_new_tokens)
+        versions: list[int] = []
+        self.asked_for.append(left)
+        reason = "stop" if before + left == self.length(sample_id) else "length"
+        self._begun(sample_id)
+        try:
+            while len(versions) < left:
+                await asyncio.sleep(self.tick_s * self.slow(sample_id))
+                if sample_id in self.aborting:
+                    reason = "abort"
+                    break
+                await self.frozen.wait()
+                held = request.weight_version if self.version is None else self.version
+                versions.append(held)
+        except asyncio.CancelledError:
+            self.cancelled.append(sample_id)
+            raise
+        finally:
+            self.running.discard(sample_id)
+            self.aborting.discard(sample_id)
+        if sample_id == self.fail_at:
+            raise EngineDied(f"sample {sample_id} met a dead engine")
+        count = len(versions)
+        first, last = request.rows_start, len(request.token_ids) + count - 1
+        retracted = self.retracted(self.answered)
+        self.answered += 1
+        return Segment(
+            token_ids=np.full(count, RETRACTED if retracted else 9, np.int32),
+            log_probs=np.full(count, -1.0, np.float32),
+            weight_versions=np.array(versions, np.int32),
+            rows=(
+                np.zeros((last - first if count else 0, *ROUTES.row), ROUTES.dtype)
+                if request.wants_routes
+                else None
+            ),
+            rows_start=first,
+            finish_reason=reason,
+            num_retractions=int(retracted),
+            drafts=Drafts(3 * count, count, count),
+        )
+
+    def _begun(self, sample_id: int) -> None:
+        self.running.add(sample_id)
+        self.most = max(self.most, len(self.running))
+        evaluated = sum(running >= EVAL_IDS for running in self.running)
+        self.most_evaluated = max(self.most_evaluated, evaluated)
+
+    async def pause_generation(self, mode="in_place"):
+        self.calls.append(f"pause {mode}")
+        self.frozen.clear()
+
+    async def continue_generation(self):
+        self.calls.append("continue")
+        self.frozen.set()
+
+    async def abort(self):
+        self.calls.append("abort")
+        self.aborting |= self.running
+
+    async def flush_cache(self):
+        self.calls.append("flush")
+
+    async def aclose(self):
+        self.closed = True
