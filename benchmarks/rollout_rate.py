@@ -83,8 +83,7 @@ def measure(
     with asyncio.Runner() as runner, ExitStack() as open_clients:
 
         def arm(name: str, server: SGLangServer, routes: RouteShape | None) -> Callable[[], None]:
-            limit = arguments.requests
-            client = SGLangClient([server.addr], routes=routes, max_concurrency=limit)
+            client = SGLangClient([server.addr], routes=routes)
             open_clients.callback(lambda: runner.run(client.aclose()))
             numbers = itertools.count()
 

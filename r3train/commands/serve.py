@@ -28,6 +28,9 @@ from r3train.engine.flags import check_server_flags
 from r3train.engine.server import SGLangServer
 
 
+_READ_S = 6.0  # within them a run has read its addresses twice
+
+
 @click.command(context_settings={"ignore_unknown_options": True})
 @click.option("--host", default="127.0.0.1", show_default=True, help="Name or address to bind.")
 @click.option("--port", type=int, help="[default: a free one]")
@@ -52,6 +55,13 @@ from r3train.engine.server import SGLangServer
     type=click.Path(path_type=Path),
     help="File to hold host:port while the server answers requests.",
 )
+@click.option(
+    "--leave-grace-s",
+    type=click.FloatRange(0),
+    default=20.0,
+    show_default=True,
+    help="Seconds that requests in flight get to end after a signal; the address file is away by then.",
+)
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED)
 def serve(
     host: str,
@@ -61,6 +71,7 @@ def serve(
     num_gpus: int | None,
     log: Path | None,
     address_file: Path | None,
+    leave_grace_s: float,
     flags: tuple[str, ...],
 ) -> None:
     """Run one SGLang server until it is stopped; FLAGS are those of train_async.py.
@@ -106,10 +117,10 @@ def serve(
     if config.run.dry_run:
         click.echo(f"{config.given_toml()}\n# {shlex.join(server.command())}")
         return
-    _serve(server, None if is_follower(server_args) else address_file)
+    _serve(server, None if is_follower(server_args) else address_file, leave_grace_s)
 
 
-def _serve(server: SGLangServer, address_file: Path | None) -> None:
+def _serve(server: SGLangServer, address_file: Path | None, leave_grace_s: float) -> None:
     code = 0
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.default_int_handler)  # ends the wait
@@ -138,6 +149,18 @@ def _serve(server: SGLangServer, address_file: Path | None) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)  # a second signal must not interrupt the end
         if address_file is not None:
+            was_named = address_file.exists()
             address_file.unlink(missing_ok=True)
+            if was_named and not code:
+                _let_calls_end(server, leave_grace_s)
         server.stop()
     sys.exit(code)
+
+
+def _let_calls_end(server: SGLangServer, grace_s: float) -> None:
+    """Wait until a run has read that the address is away (--rollout-engines-file), and no request is in flight."""
+    until = time.monotonic() + grace_s
+    while (left_s := until - time.monotonic()) > 0:
+        time.sleep(min(_READ_S, left_s))
+        if not server.is_busy():
+            return

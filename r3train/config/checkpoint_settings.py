@@ -67,7 +67,7 @@ class CheckpointSection(Section):
         bool,
         requires("has_engines: it generates"),
         excludes(
-            "rollout_external_engine_addrs: nothing would bring them to hf_checkpoint's weights"
+            "rollout_external_engine_addrs or rollout_engines_file: nothing would bring them to hf_checkpoint's weights"
         ),
         excludes("lora_serving = adapter: no adapter would be sent to the servers"),
         excludes(_OF_AN_ACTOR),

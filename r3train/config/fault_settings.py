@@ -27,7 +27,9 @@ class FaultsSection(Section):
     max_engine_restarts: Annotated[
         int,
         requires("has_engines"),
-        excludes("rollout_external_engine_addrs: those servers belong to somebody else"),
+        excludes(
+            "rollout_external_engine_addrs or rollout_engines_file: those servers belong to somebody else"
+        ),
     ] = Field(default=0, ge=0)
     """Restarts of crashed servers that the whole run may use; 0: the first crash ends the run."""
     engine_restart_backoff_s: float = Field(default=1.0, ge=0)

@@ -53,7 +53,9 @@ class LoraSection(Section):
     lora_serving: Annotated[
         Literal["merged", "adapter"],
         requires("has_engines", when="adapter"),
-        excludes("rollout_external_engine_addrs: they may hold another base"),
+        excludes(
+            "rollout_external_engine_addrs or rollout_engines_file: they may hold another base"
+        ),
     ] = "merged"
     """Form in which servers get the adapters.  merged: merged into the weights.  adapter: as adapters, one
     per weight version; an update pauses nothing, and every answer keeps one version."""

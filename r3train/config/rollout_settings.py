@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, field_validator
@@ -21,7 +22,7 @@ _LOWEST_TEMPERATURE = 1e-6
 _KEPT_TOKENS_FLAG, _MOST_KEPT_TOKENS = "sampling_mask_max_tokens", 4096
 _NEVER_FIT = "training would wait for groups that never fit"
 _LOCAL_SERVERS_ONLY = excludes(
-    "rollout_external_engine_addrs: it configures servers that r3train starts; give one of the two"
+    "rollout_external_engine_addrs or rollout_engines_file: it configures servers that r3train starts; give one of the two"
 )
 _KEPT = (
     "rollout_top_k > 1: SGLang says which tokens it kept only if their number is limited, and without them"
@@ -154,6 +155,22 @@ class RolloutSection(Section):
         default=(), strict=False
     )
     """External servers, as host:port; empty means that the run starts its own."""
+    rollout_engines_file: Annotated[
+        Path | None,
+        requires("has_engines"),
+        excludes("rollout_external_engine_addrs: name them in the file, too"),
+        requires(
+            "pause_generation_mode = drain|abort or update_weight_transfer_mode = disk|shared_memory: a server that is"
+            " lost breaks a broadcast, and requests in flight would go on with a mixture of weights"
+        ),
+    ] = Field(default=None, strict=False)
+    """External servers that come and go: a file with a host:port in each line, or a directory of address files as
+    r3train serve --address-file writes them.  It is read every second: a server that is named joins, one that is named no
+    more or dies leaves, and its requests go on elsewhere."""
+    rollout_wait_for_servers_s: Annotated[float, only_with("rollout_engines_file")] = Field(
+        default=1800.0, gt=0
+    )
+    """Seconds without a server after which the run saves a checkpoint and ends."""
     opd_teacher_url: Annotated[str | None, only_with("opd_type = sglang")] = Field(
         default=None, min_length=1
     )
@@ -168,7 +185,7 @@ class RolloutSection(Section):
         requires("bf16: SGLang multiplies fp8 by bfloat16 activations alone", when="fp8"),
         requires("has_engines", when="fp8"),
         excludes(
-            "rollout_external_engine_addrs: they would have to start from a checkpoint that the run writes",
+            "rollout_external_engine_addrs or rollout_engines_file: they would have to start from a checkpoint that the run writes",
             when="fp8",
         ),
         excludes("lora_serving = adapter: adapters were not seen on servers of fp8", when="fp8"),
@@ -202,7 +219,7 @@ class RolloutSection(Section):
         bool,
         requires("max_weight_staleness = 0: nothing is generated while the ranks train"),
         excludes(
-            "rollout_external_engine_addrs: it is for servers that the run starts on its own GPUs"
+            "rollout_external_engine_addrs or rollout_engines_file: it is for servers that the run starts on its own GPUs"
         ),
         excludes("lora_serving = adapter: the base is lost with the servers' memory; take merged"),
         requires("has_engines: there are no turns to take"),
@@ -295,20 +312,35 @@ class RolloutSection(Section):
 
     @property
     def num_servers(self) -> int:
-        """Servers that generate: others' or the run's own."""
+        """Servers that generate: others' or the run's own; 1 where they come and go."""
         return len(self.rollout_external_engine_addrs) or self.rollout_num_engines
 
     @property
+    def has_external_servers(self) -> bool:
+        """True where others start the servers."""
+        return bool(self.rollout_external_engine_addrs or self.rollout_engines_file)
+
+    def concurrency(self, servers: int) -> int:
+        """Requests that may be in flight at once over so many servers."""
+        each = self.sglang_server_concurrency or 64
+        return (
+            servers * each if self.rollout_max_concurrency is None else self.rollout_max_concurrency
+        )
+
+    @property
     def max_concurrency(self) -> int:
-        """Requests that may be in flight at once over all servers."""
-        if self.rollout_max_concurrency is not None:
-            return self.rollout_max_concurrency
-        return self.num_servers * (self.sglang_server_concurrency or 64)
+        """Requests that may be in flight at once over all servers, or over one where they come and go."""
+        return self.concurrency(self.num_servers)
+
+    @property
+    def most_samples_in_flight(self) -> int:
+        """Samples that the buffer has room for."""
+        return self.buffer_groups * self.n_samples_per_prompt
 
     @property
     def most_in_flight(self) -> int:
         """Most requests that can be in flight at once."""
-        return min(self.max_concurrency, self.buffer_groups * self.n_samples_per_prompt)
+        return min(self.max_concurrency, self.most_samples_in_flight)
 
     def pool_needed(self, longest_prompt: int) -> int:
         """KV tokens that are needed if all requests in flight reach their full length and share no prefix."""

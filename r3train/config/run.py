@@ -293,9 +293,11 @@ class RunConfig(Section):
     def may_send_targets_alone(self) -> bool:
         """True if servers that hold a LoRA run's base may get the adapted tensors only.
 
-        One that reads files reads a whole checkpoint, and may lay out all of its tensors anew.
+        One that reads files reads a whole checkpoint, and may lay out all of its tensors anew.  One that joins may hold
+        another base.
         """
-        return self.lora.enabled and self.trainer.update_weight_transfer_mode == "distributed"
+        by_broadcast = self.trainer.update_weight_transfer_mode == "distributed"
+        return self.lora.enabled and by_broadcast and self.rollout.rollout_engines_file is None
 
     def weight_senders(self, world_size: int, *, one_node: bool) -> range:
         """Ranks next to rank 0 that send weights to the servers; those of other ranks go through rank 0.
@@ -363,7 +365,7 @@ class RunConfig(Section):
         """
         if self.serves_adapters:
             return True
-        external = bool(self.rollout.rollout_external_engine_addrs)
+        external = self.rollout.has_external_servers
         ahead = self.checkpoint.load is not None or self.lora.lora_adapter_path is not None
         return external or ahead
 

@@ -235,7 +235,7 @@ def served_experts(config: RunConfig, hf: HfModelFacts) -> tuple[int, int] | Non
     fields = server_fields(config.rollout.sglang)
     default = "triton" if config.replay.use_rollout_routing_replay else "auto"
     others = fields.get("moe_runner_backend", default) != "triton" or "moe_a2a_backend" in fields
-    is_elsewhere = config.rollout.rollout_external_engine_addrs and "tp_size" not in fields
+    is_elsewhere = config.rollout.has_external_servers and "tp_size" not in fields
     is_served = config.has_engines and hf.is_moe and hf.model_type in FAMILIES
     if not is_served or is_elsewhere or others:
         return None

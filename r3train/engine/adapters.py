@@ -134,7 +134,7 @@ class AdapterPublisher(WeightPublisher):
             self._restarted = False
         self._load(version)
         self._adapters.loaded(version)
-        self._engine.versions.record(version)
+        self._engine.members.record(version)
         for old in self._adapters.retire(version - self._staleness):
             self._engine.unload_adapter(adapter_name(old))
         loaded_names = {adapter_name(loaded) for loaded in self._adapters.versions}

@@ -54,6 +54,17 @@ def interface_of(host: str) -> str | None:
     return None
 
 
+def base_url(addr: str) -> str:
+    """Turn ``host:port`` or a URL into a URL without a trailing slash.
+
+    Raises ValueError for an address without a port.
+    """
+    url = (addr if "://" in addr else f"http://{addr}").rstrip("/")
+    if not url.rsplit(":", 1)[-1].isdigit():
+        raise ValueError(f"engine address {addr!r} has no port, expected host:port")
+    return url
+
+
 def host_of(addr: str) -> str:
     """The host of ``host:port`` or of a URL, an IPv6 address without its brackets."""
     return urlsplit(addr if "://" in addr else f"http://{addr}").hostname or ""

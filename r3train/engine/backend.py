@@ -34,6 +34,10 @@ class AnswerCutShort(EngineUnreachable):
     """An answer whose connection ended before it did."""
 
 
+class ServerLeft(EngineUnreachable):
+    """The server of a call has left the run's fleet."""
+
+
 class AnswerRefused(EngineError):
     """An answer that was not read to its end: too long for its request, or compressed."""
 
@@ -191,8 +195,9 @@ class RolloutBackend(Protocol):
         """Draw tokens.  Raises EngineError or ValueError naming the sample."""
         ...
 
-    @property
-    def num_servers(self) -> int: ...
+    def servers(self) -> list[int]:
+        """The servers that may generate now, by number."""
+        ...
 
     async def recheck(
         self, request: Request, part: RecheckPart, server: int | None = None

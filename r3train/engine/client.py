@@ -11,10 +11,11 @@ import contextlib
 import itertools
 import secrets
 import time
-from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -27,6 +28,7 @@ from r3train.engine.backend import (
     EngineUnreachable,
     Request,
     Segment,
+    ServerLeft,
     sample_seed,
 )
 from r3train.engine.adapters import Adapters, adapter_name
@@ -34,7 +36,7 @@ from r3train.engine.answer import Sent, read_answer
 from r3train.routing.indexer_topk import num_words
 from r3train.routing.wire import decode_routed_experts
 from r3train.types import Rechecked, RecheckPart, RouteShape
-from r3train.engine.control import ServerVersions
+from r3train.engine.members import Members
 from r3train.engine.score import GivenText, rechecked, score
 from r3train.engine.sglang_http import (
     ASKED_AGAIN,
@@ -110,11 +112,12 @@ class SGLangClient:
     """Generation over one or more servers (implements ``RolloutBackend``).
 
     A group's samples go to one server, where its prompt is cached; a new group goes to the least loaded
-    one.  Use it from a single event loop.  ``routes`` is the shape of an answer's rows; with None the
+    one.  Use it from a single event loop.  Where ``members`` come and go, a request whose server is lost goes on elsewhere, with
+    the newest weights.  ``routes`` is the shape of an answer's rows; with None the
     client does not ask for routed experts.  ``sent_routes`` is their shape as servers send them, where
     the transport makes something else of them.  With ``index_topk``, the tokens that an indexer chooses for a
-    row, answers with routes bring its choices too.  ``versions`` knows what each server holds: a request
-    never goes to one without the weights that it asks for.  ``cache_per_version`` hides prefixes cached
+    row, answers with routes bring its choices too.  A request
+    never goes to one of ``members`` without the weights that it asks for.  ``cache_per_version`` hides prefixes cached
     under one version from requests of another, where a flush is impossible because requests are
     running.  ``transport`` carries requests whose answers hold routes.  A request whose server is busy or whose
     answer was bad is sent again as ``Tries`` says, to another server where there is one; ``on_bad_answer`` is called
@@ -127,16 +130,14 @@ class SGLangClient:
 
     def __init__(
         self,
-        addrs: Sequence[str],
+        servers: Members | Sequence[str],
         *,
         routes: RouteShape | None = None,
         sent_routes: RouteShape | None = None,
         index_topk: int | None = None,
         api_key: str | None = None,
         request_timeout_s: float = 300.0,
-        max_concurrency: int = 64,
         check_alive: Callable[[], None] | None = None,
-        versions: ServerVersions | None = None,
         cache_per_version: bool = False,
         transport: Transport | None = None,
         max_bad_answers: int = 1,
@@ -148,7 +149,7 @@ class SGLangClient:
         ends_at: Callable[[int], range | None] = lambda server: None,
     ) -> None:
         self.http = SGLangHTTP(
-            addrs,
+            servers,
             api_key=api_key,
             request_timeout_s=request_timeout_s,
             check_alive=check_alive,
@@ -160,8 +161,10 @@ class SGLangClient:
         self.routes = routes
         self._sent_routes = sent_routes or routes
         self._index_topk = index_topk
-        self._slots = asyncio.Semaphore(max_concurrency)
-        self._load = [0] * len(self.http.urls)
+        self.members = self.http.members
+        self._knows_versions = isinstance(servers, Members)
+        self._load: defaultdict[int, int] = defaultdict(int)  # by server
+        self.moved_requests = self.moved_tokens = 0  # whose server had left
         self._server_of_group: OrderedDict[int, int] = OrderedDict()
         self._requests = itertools.count()
         # request ids begin with it: another job may use the same server
@@ -173,7 +176,6 @@ class SGLangClient:
         self._aborting = 0  # calls under way that abort everything
         self._vocab_size = vocab_size
         self._ends_at = ends_at
-        self._versions = versions
         self._cache_per_version = cache_per_version
         self._direct = DirectTransport()
         self._transport = transport or self._direct
@@ -196,18 +198,18 @@ class SGLangClient:
 
     def _move_group(self, group_id: int, server: int) -> None:
         """Send the group's next request to another server than this one, if there is another."""
-        candidates = [i for i in range(len(self._load)) if i != server]
+        candidates = [i for i in self.members.present() if i != server]
         if candidates and self._server_of_group.get(group_id) == server:
             self._server_of_group[group_id] = min(candidates, key=self._load.__getitem__)
 
     async def _allowed_servers(self, weight_version: int | None, sample_id: int) -> Sequence[int]:
         """Wait until a server holds the weights that the request asks for; return all that do."""
-        if self._versions is None or weight_version is None:
-            return range(len(self.http.urls))
+        if not self._knows_versions or weight_version is None:
+            return self.members.present()
         deadline = time.monotonic() + self.http.request_timeout_s
-        while not (holders := self._versions.holders(weight_version)):
-            if time.monotonic() > deadline:
-                versions = dict(zip(self.http.urls, self._versions.all(), strict=True))
+        while not (holders := self.members.holders(weight_version)):
+            if time.monotonic() > deadline and not self.members.changes:
+                versions = dict(zip(self.http.urls, self.members.all(), strict=True))
                 raise EngineUnreachable(  # a restart of the servers may take longer
                     f"sample {sample_id}: no server holds weight version {weight_version} "
                     f"(None is unknown): {versions}"
@@ -225,21 +227,33 @@ class SGLangClient:
         timeout.  Raises BadAnswer or AnswerCutShort after too many of them, and AnswerLate for a late
         answer of a server whose ``/health`` is silent too.
         """
+        while True:
+            try:
+                with self._adapter_of(request):
+                    return await self._answered(request, partial(self._drawn, request))
+            except ServerLeft:
+                self.moved_requests += 1
+                self.moved_tokens += request.num_generated
+                request = await self._for_newest(request)
 
-        async def ask(tried: list[int]) -> Segment:
-            answer, sent = await self._ask(self._body(request), request, tried)
-            segment = read_answer(
-                answer,
-                request,
-                sent,
-                routes=self.routes if request.wants_routes else None,
-                decode=self._transport.decode,
-                index_topk=self._index_topk,
-            )
-            return replace(segment, server=tried[-1])
+    async def _drawn(self, request: Request, tried: list[int]) -> Segment:
+        answer, sent = await self._ask(self._body(request), request, tried)
+        segment = read_answer(
+            answer,
+            request,
+            sent,
+            routes=self.routes if request.wants_routes else None,
+            decode=self._transport.decode,
+            index_topk=self._index_topk,
+        )
+        return replace(segment, server=tried[-1])
 
-        with self._adapter_of(request):
-            return await self._answered(request, ask)
+    async def _for_newest(self, request: Request) -> Request:
+        """Wait until a server may have the request; return it with the newest weights, which an update has brought meanwhile."""
+        if request.weight_version is None:
+            return request
+        await self._allowed_servers(request.weight_version, request.sample_id)
+        return replace(request, weight_version=max(request.weight_version, self.members.newest))
 
     async def _answered(self, request: Request, ask: Callable[[list[int]], Awaitable[T]]) -> T:
         """Return what ``ask`` reads of the request's first good answer; it appends the server that it asks."""
@@ -247,10 +261,20 @@ class SGLangClient:
         while True:
             try:
                 return await ask(tried)
-            except ASKED_AGAIN as error:
-                if isinstance(error, AnswerLate) and not await self._healthy(tried[-1]):
-                    raise  # its /health is silent too: the server is lost
-                is_bad_answer = isinstance(error, (AnswerLate, AnswerRefused))
+            except (*ASKED_AGAIN, EngineUnreachable) as error:
+                kind, changes = type(error), self.members.changes
+                if kind is ServerLeft or (kind is EngineUnreachable and not changes):
+                    raise
+                may_be_lost = isinstance(error, EngineUnreachable if changes else AnswerLate)
+                if may_be_lost and not await self._healthy(tried[-1]):
+                    if not changes:
+                        raise  # its /health is silent too: the server is lost
+                    self.members.leave(tried[-1], str(error))
+                    raise ServerLeft(str(error)) from error
+                # an update brings no server back that is well
+                is_bad_answer = isinstance(error, (AnswerLate, AnswerRefused)) or (
+                    changes and isinstance(error, EngineUnreachable)
+                )
                 failure = BadAnswer(str(error)) if is_bad_answer else error
                 self._move_group(request.group_id, tried[-1])
                 await tries.failed(failure, tried[-1])
@@ -301,19 +325,18 @@ class SGLangClient:
         self, body: dict[str, Any], request: Request, tried: list[int]
     ) -> tuple[Any, Sent]:
         """Send a request under a new id to an allowed server, which is appended to ``tried``."""
-        async with self._slots:
-            allowed = await self._allowed_servers(request.weight_version, request.sample_id)
-            server = self._server_for(request.group_id, allowed)
-            tried.append(server)
-            # a server aborts every id that begins with the given one, so an end mark closes the id
-            rid = f"{self._name}-{request.sample_id}-{next(self._requests)}."
-            self._load[server] += 1
-            # an answer without routes needs no transport of routes
-            transport = self._transport if request.wants_routes else self._direct
-            try:
-                return await self._send(server, rid, body, request, transport)
-            finally:
-                self._load[server] -= 1
+        allowed = await self._allowed_servers(request.weight_version, request.sample_id)
+        server = self._server_for(request.group_id, allowed)
+        tried.append(server)
+        # a server aborts every id that begins with the given one, so an end mark closes the id
+        rid = f"{self._name}-{request.sample_id}-{next(self._requests)}."
+        self._load[server] += 1
+        # an answer without routes needs no transport of routes
+        transport = self._transport if request.wants_routes else self._direct
+        try:
+            return await self._send(server, rid, body, request, transport)
+        finally:
+            self._load[server] -= 1
 
     async def _send(
         self, server: int, rid: str, body: dict[str, Any], request: Request, transport: Transport
@@ -324,27 +347,28 @@ class SGLangClient:
             self._sent_routes if body["return_routed_experts"] else None,
             self._index_topk if "return_indexer_topk" in body else None,
         )
-        with self._in_progress(rid, server):
+        async with self._in_progress(rid, server):
             answer = await transport.generate(
                 self.http, server, {**body, "rid": rid}, request, most
             )
             return answer, Sent(
                 rid,
                 vocab_size=self._vocab_size,
-                newest_version=self._versions and self._versions.newest,
+                newest_version=self.members.newest,
                 ends_at=self._ends_at(server),
                 may_abort=rid in self._aborted,
                 names_adapter=self._adapters is not None,
             )
 
-    @contextlib.contextmanager
-    def _in_progress(self, rid: str, server: int) -> Iterator[None]:
+    @contextlib.asynccontextmanager
+    async def _in_progress(self, rid: str, server: int) -> AsyncIterator[None]:
         """Know a server's request inside the context, and abort it once nobody waits for its answer."""
         self._running[rid] = server
         if self._aborting:
             self._aborted.add(rid)
         try:
-            yield
+            async with self.http.while_present(server):
+                yield
         except (asyncio.CancelledError, AnswerLate, AnswerRefused):
             self._abort_later(server, rid)
             raise
@@ -352,9 +376,12 @@ class SGLangClient:
             del self._running[rid]
             self._aborted.discard(rid)
 
-    @property
-    def num_servers(self) -> int:
-        return len(self.http.urls)
+    def servers(self) -> list[int]:
+        return self.members.present()
+
+    def is_busy(self, server: int) -> bool:
+        """True while a server has requests of this client."""
+        return server in self._running.values()
 
     async def recheck(
         self, request: Request, part: RecheckPart, server: int | None = None
@@ -378,7 +405,7 @@ class SGLangClient:
             allowed = await self._allowed_servers(request.weight_version, request.sample_id)
             server = self._server_for(request.group_id, allowed)
         held_version = (
-            request.weight_version if self._versions is None else self._versions.all()[server]
+            self.members.all()[server] if self._knows_versions else request.weight_version
         )
         # it was updated or restarted since; an adapter stays next to newer ones
         if held_version != request.weight_version and (
@@ -397,7 +424,7 @@ class SGLangClient:
             cache_key=rid,
             adapter=self._adapter_name(request),
         )
-        with self._in_progress(rid, server):
+        async with self._in_progress(rid, server):
             try:
                 scores = await score(self.http, server, text, rid, routes=self._sent_routes)
             except ValueError as error:

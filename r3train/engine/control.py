@@ -17,6 +17,7 @@ from msgspec import Meta, Struct
 
 from r3train.config.sources import raise_all
 from r3train.engine.backend import EngineError
+from r3train.engine.members import Members
 from r3train.engine.sglang_http import ASKED_AGAIN, SGLangHTTP, Tries
 from r3train.engine.score import GivenText, score
 from r3train.engine.refusals import refused, settings_of_a_server
@@ -70,42 +71,6 @@ class WeightChecksums(Struct):
     ranks: Annotated[list[RankChecksums], Meta(min_length=1)]
 
 
-class ServerVersions:
-    """The weight version of every server, None while it is unknown.  Thread-safe.
-
-    It is unknown before the first update of a server that this job did not start, during every
-    update, and after a failed one.  The training thread writes through ``EngineControl``, the
-    client reads.
-    """
-
-    def __init__(self, versions: Sequence[int | None]) -> None:
-        self._lock = threading.Lock()
-        self._versions = list(versions)
-        self._newest = max((v for v in versions if v is not None), default=None)
-
-    @property
-    def newest(self) -> int | None:
-        """The newest weights that a server has ever held, None before the first are known."""
-        return self._newest
-
-    def record(self, version: int | None, server: int | None = None) -> None:
-        """Note that a server, or every server, holds all weights of ``version``; None: nobody knows which."""
-        with self._lock:
-            for i in range(len(self._versions)) if server is None else (server,):
-                self._versions[i] = version
-            if version is not None:
-                self._newest = max(version, -1 if self._newest is None else self._newest)
-
-    def holders(self, version: int) -> list[int]:
-        """Servers that hold ``version`` or newer weights."""
-        with self._lock:
-            return [i for i, v in enumerate(self._versions) if v is not None and v >= version]
-
-    def all(self) -> list[int | None]:
-        with self._lock:
-            return list(self._versions)
-
-
 class EngineControl:
     """Synchronous calls to all servers, on a loop and a thread of their own.
 
@@ -114,28 +79,27 @@ class EngineControl:
     Calls are made again as ``Tries`` says, but for those that must not be repeated: the parts of a
     broadcast's group, and releasing or resuming memory, which ends SGLang's scheduler the second time.
     The two calls that need a simultaneous partner in the trainer (joining a group, receiving a
-    broadcast) return a Future.  ``versions`` is kept up to date: unknown when an update begins, and
-    the new version once every server has confirmed it.  ``adapters_alone`` is for ``SGLangHTTP``.
+    broadcast) return a Future.  The versions of ``members`` are kept up to date: unknown when an update begins, and
+    the new version once every server has confirmed it.  ``servers`` and ``adapters_alone`` are for ``SGLangHTTP``.
+    Where a method takes ``servers``, None means all that are present (see ``SGLangHTTP.each``).
     """
 
     def __init__(
         self,
-        addrs: Sequence[str],
+        servers: Members | Sequence[str],
         *,
         api_key: str | None = None,
         timeout_s: float = 300.0,
         check_alive: Callable[[], None] | None = None,
-        versions: ServerVersions | None = None,
         adapters_alone: bool = False,
         max_bad_answers: int = 1,
         on_failed_try: Callable[[], None] = lambda: None,
     ) -> None:
-        self.versions = versions or ServerVersions([None] * len(addrs))
         self._sent_version: int | None = None
         self._held_memory: tuple[str, ...] = MEMORY
         self._confirmed: int | None = None  # the version that servers hold whose cache is released
         self._http = SGLangHTTP(
-            addrs,
+            servers,
             api_key=api_key,
             request_timeout_s=timeout_s,
             check_alive=check_alive,
@@ -144,6 +108,7 @@ class EngineControl:
             on_failed_try=on_failed_try,
             keeps_alive=False,
         )
+        self.members = self._http.members
         self._check_alive = check_alive
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
@@ -151,9 +116,15 @@ class EngineControl:
         )
         self._thread.start()
 
-    @property
-    def num_servers(self) -> int:
-        return len(self._http.urls)
+    def present(self) -> list[int]:
+        """The servers that are members now."""
+        return self.members.present()
+
+    def each(
+        self, call: Callable[[int], Awaitable[T]], servers: Sequence[int] | None = None
+    ) -> Coroutine[Any, Any, dict[int, T]]:
+        """Make a call of this object's coroutines to servers at once: see ``SGLangHTTP.each`` and ``begin``."""
+        return self._http.each(call, servers)
 
     def check_alive(self) -> None:
         """Raise EngineDied when a server process of this job has ended."""
@@ -185,9 +156,12 @@ class EngineControl:
         """Make SGLang's call of this name on every server; done: see ``Tries.answer``."""
         self._run(self._http.ask_all(name, body, done=done))
 
-    def _post_once(self, name: str, body: Mapping[str, Any]) -> None:
-        """Make SGLang's call of this name, which must not be repeated, on every server."""
-        self._run(self._http.each(lambda i: self._http.call(i, f"/{name}", body, what=name)))
+    def _post_once(
+        self, name: str, body: Mapping[str, Any], servers: Sequence[int] | None = None
+    ) -> None:
+        """Make SGLang's call of this name, which must not be repeated, on servers."""
+        call = lambda i: self._http.call(i, f"/{name}", body, what=name)  # noqa: E731
+        self._run(self._http.each(call, servers))
 
     async def _updated(
         self, server: int, update: Callable[[int], Awaitable[Any]], version: int | None
@@ -215,7 +189,7 @@ class EngineControl:
         released = [kind for kind in self._held_memory if kind not in kinds]
         resumed = [kind for kind in kinds if kind not in self._held_memory]
         if released:
-            self.versions.record(None)
+            self.members.record(None)
             if "weights" in released:
                 self._confirmed = None
             self._post(_FLUSH)
@@ -230,58 +204,73 @@ class EngineControl:
 
     def restarted(self) -> None:
         """Note that all servers are new: they hold all of their memory, and nobody knows which weights."""
-        self.versions.record(None)
+        self.members.record(None)
         self._held_memory, self._confirmed = MEMORY, None
 
-    def server_info(self) -> list[dict[str, Any]]:
+    def look_for_life(self, path: str, timeout_s: float) -> dict[int, EngineError | None]:
+        """Ask all servers for a path; returns the error of each, None of one that answers."""
+
+        async def error_of(server: int) -> EngineError | None:
+            call = self._http.call(server, path, method="GET", what=path[1:], timeout_s=timeout_s)
+            try:
+                await call
+            except EngineError as error:
+                return error
+            return None
+
+        return self._run(self._http.each(error_of, self.present()))
+
+    def server_info(self, servers: Sequence[int] | None = None) -> dict[int, dict[str, Any]]:
         """Each server's arguments: tp_size, random_seed, enable_return_routed_experts, ..."""
-        return self._objects("server_info")
+        return self._objects("server_info", servers)
 
-    def model_info(self) -> list[dict[str, Any]]:
+    def model_info(self, servers: Sequence[int] | None = None) -> dict[int, dict[str, Any]]:
         """Each server's current model: model_path, weight_version, ..."""
-        return self._objects("model_info")
+        return self._objects("model_info", servers)
 
-    def _objects(self, name: str) -> list[dict[str, Any]]:
-        return self._run(self._http.ask_all(name, method="GET", kind=dict))
+    def _objects(self, name: str, servers: Sequence[int] | None) -> dict[int, dict[str, Any]]:
+        return self._run(self._http.ask_all(name, servers=servers, method="GET", kind=dict))
 
-    def weight_versions(self) -> list[str]:
+    def weight_versions(self, servers: Sequence[int] | None = None) -> dict[int, str]:
         """The version label that each server holds now."""
-        return [str(info.get("weight_version")) for info in self.model_info()]
+        found = self.model_info(servers)
+        return {server: str(info.get("weight_version")) for server, info in found.items()}
 
     def pool_tokens(self) -> int | None:
         """Tokens that the KV pools of all servers hold together; None if one does not say it."""
         sizes = [
             _count(url, info, "max_total_num_tokens", default=0)
             * (_count(url, info, "dp_size", default=1) or 1)
-            for url, info in self._infos()
+            for url, info in self._infos().values()
         ]
         return sum(sizes) if all(sizes) else None
 
-    def _infos(self) -> list[tuple[str, dict[str, Any]]]:
-        return list(zip(self._http.urls, self.server_info(), strict=True))
+    def _infos(self, servers: Sequence[int] | None = None) -> dict[int, tuple[str, dict[str, Any]]]:
+        infos = self.server_info(servers)
+        return {server: (self._http.urls[server], info) for server, info in infos.items()}
 
-    def text_ends(self) -> list[range | None]:
+    def text_ends(self, servers: Sequence[int] | None = None) -> dict[int, range | None]:
         """Numbers of tokens at which each server ends a text for want of room; None if it does not say.
 
         SGLang 0.5.23 gives a request fewer tokens than it asks for where prompt and answer would have more
         than two below the context or the KV pool (``Scheduler.init_req_max_new_tokens``), and with pages
         up to two pages below.  It says that bound less 4 (``max_req_input_len``).
         """
-        ends: list[range | None] = []
-        for url, info in self._infos():
+        ends: dict[int, range | None] = {}
+        for server, (url, info) in self._infos(servers).items():
             most = _count(url, info, "max_req_input_len", default=0)
             page = _count(url, info, "page_size", default=1) or 1
-            ends.append(range(most + 4 - 2 * (page - 1), most + 5) if most else None)
+            ends[server] = range(most + 4 - 2 * (page - 1), most + 5) if most else None
         return ends
 
-    def update_group_sizes(self) -> list[int]:
+    def update_group_sizes(self, servers: Sequence[int] | None = None) -> list[int]:
         """Ranks that each server brings into a weight-update group: its tensor-parallel size.
 
         Raises ValueError for a server with pipeline or data parallelism, whose ranks would claim
         the same place in the group.
         """
         sizes = []
-        for url, info in self._infos():
+        for url, info in self._infos(servers).values():
             for key in ("pp_size", "dp_size"):
                 if (_count(url, info, key, default=1) or 1) != 1:
                     raise ValueError(
@@ -305,7 +294,7 @@ class EngineControl:
         at a weight update must have the right version.
         """
         found = []
-        for url, info in self._infos():
+        for url, info in self._infos().values():
             settings = settings_of_a_server(info)
             found += [
                 f"engine {url} runs with {field} = {value!r}, which {reason}"
@@ -321,24 +310,27 @@ class EngineControl:
         raise_all(found)
 
     def init_weights_update_group(
-        self, *, rank_offsets: Sequence[int], **arguments: Any
+        self, *, servers: Sequence[int], rank_offsets: Sequence[int], **arguments: Any
     ) -> Future[Any]:
-        """Let every server's ranks join a group, server i from ``rank_offsets[i]`` on.
+        """Let these servers' ranks join a group, each server's from its offset on.
 
         arguments: master_address, master_port, world_size, group_name, backend.
         """
-        bodies = [{**arguments, "rank_offset": offset} for offset in rank_offsets]
-        assert len(bodies) == self.num_servers, f"{len(bodies)} offsets for {self.num_servers}"
+        offsets = zip(servers, rank_offsets, strict=True)
+        bodies = {i: {**arguments, "rank_offset": offset} for i, offset in offsets}
         name = "init_weights_update_group"
-        call = self._http.each(lambda i: self._http.call(i, f"/{name}", bodies[i], what=name))
-        return asyncio.run_coroutine_threadsafe(call, self._loop)
+        call = lambda i: self._http.call(i, f"/{name}", bodies[i], what=name)  # noqa: E731
+        return asyncio.run_coroutine_threadsafe(self._http.each(call, servers), self._loop)
 
-    def destroy_weights_update_group(self, group_name: str) -> None:
-        self._post_once("destroy_weights_update_group", {"group_name": group_name})
+    def destroy_weights_update_group(self, group_name: str, servers: Sequence[int]) -> None:
+        """Let those of these servers that are still present leave a group, which others do not know."""
+        present = self.present()
+        still = [server for server in servers if server in present]
+        self._post_once("destroy_weights_update_group", {"group_name": group_name}, still)
 
     def begin_weight_update(self) -> None:
         """Begin an update; one that a killed job has left open on a server is ended first."""
-        self.versions.record(None)
+        self.members.record(None)
         self._sent_version = None
 
         async def begin(server: int) -> None:
@@ -361,9 +353,13 @@ class EngineControl:
         self.confirm_version(self._sent_version)
 
     def update_weights_from_distributed(
-        self, *, weight_version: int | None = None, **arguments: Any
+        self,
+        *,
+        servers: Sequence[int] | None = None,
+        weight_version: int | None = None,
+        **arguments: Any,
     ) -> Future[Any]:
-        """Let every server receive one broadcast, which this job must send meanwhile.
+        """Let the servers of a group receive one broadcast, which this job must send meanwhile.
 
         Call it between the begin and the end of an update.
 
@@ -374,21 +370,30 @@ class EngineControl:
             arguments["weight_version"] = str(weight_version)
         name = "update_weights_from_distributed"
         update = lambda i: self._http.call(i, f"/{name}", arguments, what=name)  # noqa: E731
-        call = self._http.each(lambda i: self._updated(i, update, weight_version))
+        call = self._http.each(lambda i: self._updated(i, update, weight_version), servers)
         return asyncio.run_coroutine_threadsafe(call, self._loop)
 
     def update_weights_from_disk(
-        self, model_path: str, *, weight_version: int, flush_cache: bool = True
+        self,
+        model_path: str,
+        *,
+        weight_version: int,
+        flush_cache: bool = True,
+        server: int | None = None,
     ) -> None:
-        self.versions.record(None)
+        """Let all servers load a checkpoint; server: this one alone, which is no member yet."""
+        if server is None:
+            self.members.record(None)
         body = {
             "model_path": model_path,
             "weight_version": str(weight_version),
             "flush_cache": flush_cache,
         }
         update = lambda i: self._http.ask(i, "update_weights_from_disk", body)  # noqa: E731
-        self._run(self._http.each(lambda i: self._updated(i, update, weight_version)))
-        self.confirm_version(weight_version)
+        servers = None if server is None else [server]
+        self._run(self._http.each(lambda i: self._updated(i, update, weight_version), servers))
+        if server is None:
+            self.confirm_version(weight_version)
 
     def load_adapter(self, name: str, path: str) -> None:
         """Load an adapter's directory on every server; nothing is paused."""
@@ -406,19 +411,19 @@ class EngineControl:
         """
         labels = self.weight_versions()
         self._confirmed = version
-        for server, label in enumerate(labels):
+        for server, label in labels.items():
             if label == str(version):
                 if self._held_memory == MEMORY:
-                    self.versions.record(version, server)
+                    self.members.record(version, server)
             else:
-                self.versions.record(None, server)
+                self.members.record(None, server)
                 logger.warning(
                     "engine %s holds weights %s after the update to %d: it is not used",
                     self._http.urls[server],
                     label,
                     version,
                 )
-        if str(version) not in labels:
+        if str(version) not in labels.values():
             raise EngineError(
                 f"no engine holds weight version {version} after the update: {labels}"
             )
@@ -427,22 +432,24 @@ class EngineControl:
         """Relabel the weights that the servers hold; touches no weight and aborts nothing."""
         self._post("update_weight_version", _label(version))
 
-    def weight_checksums(self) -> list[dict[str, str]]:
-        """Checksum every tensor of every server, by ``"rank R NAME"`` of the server's own names.
+    def weight_checksums(self, servers: Sequence[int] | None = None) -> dict[int, dict[str, str]]:
+        """Checksum every tensor of servers, by ``"rank R NAME"`` of the server's own names.
 
         A server hashes the bytes of its parameters and persistent buffers as it holds them: q, k and
         v in one, a layer's experts in one.  Equal checksums mean equal weights on one server only.
         """
         body = {"action": "checksum"}
-        found = self._run(self._http.ask_all("weights_checker", body, kind=WeightChecksums))
-        return [
-            {
+        found = self._run(
+            self._http.ask_all("weights_checker", body, servers=servers, kind=WeightChecksums)
+        )
+        return {
+            server: {
                 f"rank {rank} {name}": checksum
                 for rank, of_rank in enumerate(answer.ranks)
                 for name, checksum in of_rank.checksums.items()
             }
-            for answer in found
-        ]
+            for server, answer in found.items()
+        }
 
     async def read_canary(
         self,

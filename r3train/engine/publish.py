@@ -27,6 +27,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from r3train.engine.addresses import host_of, is_loopback
+from r3train.engine.backend import EngineError
 from r3train.engine.control import EngineControl
 from r3train.hf_checkpoint import NamedTensors, TensorKind, check_name, kind_of
 
@@ -35,6 +37,8 @@ logger = logging.getLogger(__name__)
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _POLL_S = 0.0005
 _ALIVE_EVERY_S = 0.5
+# SGLang's words where a peer of the group was lost
+_BROKEN = "Failed to receive weights"
 
 
 class WeightUpdateError(RuntimeError):
@@ -66,7 +70,7 @@ class _OnItsWay:
 
 
 class WeightPublisher:
-    """Sends one version of the weights to all servers; nothing may be generated meanwhile."""
+    """Sends one version of the weights to all servers; nothing may be generated meanwhile, and no server may join."""
 
     def publish(self, named_tensors: NamedTensors, *, version: int) -> Published:
         """Send every tensor; ``version`` is the servers' new label."""
@@ -75,6 +79,13 @@ class WeightPublisher:
     def send(self, weights: Iterator[tuple[str, torch.Tensor]], *, version: int) -> None:
         """Send this rank's part of an update, on a rank next to rank 0."""
         self.publish(weights, version=version)
+
+    def give(self, server: int) -> int | None:
+        """Bring a server that joins to the newest version, which is returned; None: only an update can."""
+        return None
+
+    def require_reach(self, addr: str) -> None:
+        """Raise ValueError for a server at which an update would not arrive."""
 
     def abandon(self) -> None:
         """Let ranks go on that wait to send their part of an update, which failed."""
@@ -182,7 +193,7 @@ class DistributedPublisher(WeightPublisher):
     The servers reach this rank at ``master_address``, and the group's store listens there only, on
     a port that the system chooses.  ``interface`` is the network interface of that address: gloo
     would take the one that the host's name means, often loopback.  GLOO_SOCKET_IFNAME wins over it.
-    The group is made at the first ``publish`` and kept.  ``flush_cache`` drops prefixes that the
+    The group is made at the first ``publish``, and anew where other servers are present.  ``flush_cache`` drops prefixes that the
     servers cached under the old weights; they refuse that while requests are running.  ``together``
     are pairs of names that one bucket must bring, ``fused_experts`` is for ``check_name``.
     """
@@ -218,18 +229,32 @@ class DistributedPublisher(WeightPublisher):
         self._failed: dist.ProcessGroup | None = None
         self._store: dist.TCPStore | None = None
         self._memory = _BucketMemory(self._device)
+        self._servers: list[int] = []  # of the group
+
+    def require_reach(self, addr: str) -> None:
+        """Raise ValueError for a server on another host, where the group's store listens on loopback."""
+        if is_loopback(self._master_address) and not is_loopback(host_of(addr)):
+            raise ValueError(
+                f"{addr}: weights are sent from {self._master_address}, which it cannot reach: start the run with"
+                " --update-weight-master-address"
+            )
 
     def connect(self) -> None:
-        """Join a process group with every server rank; this rank is its rank 0.
+        """Join a process group with every rank of the servers that are present; this rank is its rank 0.
 
         Raises ValueError where ``master_address`` is none of this node's.
         """
-        if self._group is not None:
+        servers = self._engine.present()
+        if self._group is not None and self._servers == servers:
             return
-        sizes = self._engine.update_group_sizes()
+        if self._group is not None:
+            self.reconnect()
+        self._servers = servers
+        sizes = self._engine.update_group_sizes(servers)
         world_size = 1 + sum(sizes)
         self._store = _open_store(self._master_address, world_size, self._timeout)
         joined = self._engine.init_weights_update_group(
+            servers=servers,
             master_address=self._master_address,
             master_port=self._store.port,
             rank_offsets=[1 + sum(sizes[:i]) for i in range(len(sizes))],
@@ -320,6 +345,7 @@ class DistributedPublisher(WeightPublisher):
             shapes=[list(kind.shape) for kind in kinds.values()],
             group_name=self._group_name,
             load_format="flattened_bucket",
+            servers=self._servers,
             weight_version=version,
             # The cache is dropped once, with the version; one flush per bucket would be waste.
             flush_cache=self._flush_cache and version is not None,
@@ -380,7 +406,7 @@ class DistributedPublisher(WeightPublisher):
         next_alive = time.monotonic() + _ALIVE_EVERY_S
         while not (is_sent() and (begins or loaded.done())):
             if loaded.done():
-                loaded.result()  # raises when a server refused: its ranks will never take part
+                _raise(loaded)  # a server refused: its ranks will never take part
             now = time.monotonic()
             if now > deadline:
                 raise WeightUpdateError(f"{failure} within {self._timeout}")
@@ -389,7 +415,7 @@ class DistributedPublisher(WeightPublisher):
                 self._engine.check_alive()
             time.sleep(_POLL_S)
         if not begins:
-            loaded.result()
+            _raise(loaded)
 
     def reconnect(self) -> None:
         """Drop the group, after a restart of servers: the next ``publish`` makes a new one."""
@@ -405,11 +431,21 @@ class DistributedPublisher(WeightPublisher):
         group, self._group = self._group, None
         if group is not None:
             try:
-                self._engine.destroy_weights_update_group(self._group_name)
+                self._engine.destroy_weights_update_group(self._group_name, self._servers)
             except RuntimeError:
                 pass  # the servers are gone already, and the group with them
             dist.destroy_process_group(group)
         self._store = None
+
+
+def _raise(loaded: Future[None]) -> None:
+    """Raise what the servers' side of a broadcast raised: WeightUpdateError where another one broke it."""
+    try:
+        loaded.result()
+    except EngineError as error:
+        if _BROKEN in str(error):
+            raise WeightUpdateError(str(error)) from error
+        raise
 
 
 def in_a_thread(work: Callable[[], Any]) -> Future[Any]:

@@ -48,6 +48,15 @@ class DiskPublisher(WeightPublisher):
         self._bucket_bytes = bucket_bytes
         self._flush_cache = flush_cache
         self.newest: Path | None = None
+        self._version: int | None = None  # of it, once servers hold it
+
+    def give(self, server: int) -> int | None:
+        """Let a server that joins load the newest version."""
+        if self._version is not None:
+            self._engine.update_weights_from_disk(
+                str(self.newest), weight_version=self._version, server=server
+            )
+        return self._version
 
     def publish(self, named_tensors: NamedTensors, *, version: int) -> Published:
         """Write one version, let every server load it, and remove the older ones.
@@ -55,6 +64,7 @@ class DiskPublisher(WeightPublisher):
         Raises EngineError from the engine and ValueError for a fused expert name or no tensor.
         """
         began = time.monotonic()
+        self._version = None
         final = self.newest = self._directory / f"v{version:06d}"
         with replaced_directory(final) as partial:  # a reader sees a whole checkpoint or none
             copy_all_but_weights(self._hf_checkpoint, partial)
@@ -67,6 +77,7 @@ class DiskPublisher(WeightPublisher):
         self._engine.update_weights_from_disk(
             str(final), weight_version=version, flush_cache=self._flush_cache
         )
+        self._version = version
         for path in self._directory.iterdir():
             if path != final and _VERSION_DIR.fullmatch(path.name):
                 shutil.rmtree(path, ignore_errors=True)
@@ -78,21 +89,22 @@ class DiskPublisher(WeightPublisher):
 class Comparison:
     """Servers' tensors against a checkpoint.
 
-    checkpoint: its directory; sent: its tensors.  held: tensors of each server; unlike: those of them that were others.
+    checkpoint: its directory; sent: its tensors.  held: tensors of each server, by its number; unlike: those of them that
+    were others.
     """
 
     checkpoint: Path
     sent: int
-    held: list[int]
-    unlike: list[list[str]]
+    held: dict[int, int]
+    unlike: dict[int, list[str]]
 
     def require_equal(self, version: int) -> None:
         """Raise AssertionError naming a server and its tensors."""
-        for server, (wrong, held) in enumerate(zip(self.unlike, self.held)):
+        for server, wrong in self.unlike.items():
             if wrong:
                 more = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
                 raise AssertionError(
-                    f"weight update {version}: {len(wrong)} of {held} tensors of engine "
+                    f"weight update {version}: {len(wrong)} of {self.held[server]} tensors of engine "
                     f"{server} are not the actor's: {', '.join(wrong[:4])}{more}"
                 )
 
@@ -110,8 +122,11 @@ def compare_on_servers(
     published = engine.weight_checksums()
     sent = reference.publish(named_tensors, version=version).num_tensors
     loaded = engine.weight_checksums()
-    unlike = [
-        [name for name, checksum in expected.items() if found.get(name) != checksum]
-        for found, expected in zip(published, loaded, strict=True)
-    ]
-    return Comparison(reference.newest, sent, [len(expected) for expected in loaded], unlike)
+    held = {server: len(expected) for server, expected in loaded.items()}
+    unlike = {
+        server: [
+            name for name, checksum in expected.items() if published[server].get(name) != checksum
+        ]
+        for server, expected in loaded.items()
+    }
+    return Comparison(reference.newest, sent, held, unlike)

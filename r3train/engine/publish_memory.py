@@ -58,6 +58,7 @@ class SharedMemoryPublisher(WeightPublisher):
         self._bucket_bytes = bucket_bytes
         self._flush_cache = flush_cache
         self._gather, self._gathered = gather, False
+        self._version: int | None = None  # of the memory, once servers hold it
         self._files: list[_MemoryFile] = []
         self._registers = torch.cuda.is_available()
         if engine is not None:
@@ -66,13 +67,21 @@ class SharedMemoryPublisher(WeightPublisher):
                 stale.unlink()  # a killed job's: its memory went with it
             copy_all_but_weights(Path(hf_checkpoint), self.directory)
 
+    def give(self, server: int) -> int | None:
+        """Let a server that joins load what the memory holds."""
+        if self._version is not None:
+            self._engine.update_weights_from_disk(
+                str(self.directory), weight_version=self._version, server=server
+            )
+        return self._version
+
     def publish(self, named_tensors: NamedTensors, *, version: int) -> Published:
         """Write one version over the last one, and let every server load what all ranks have written.
 
         Raises EngineError from the engine and ValueError for a fused expert name, no tensor, or one that two
         ranks have written.
         """
-        began = time.monotonic()
+        began, self._version = time.monotonic(), None
         sent: dict[str, TensorKind] = {}
         num_bytes = num_buckets = 0
         grouped = buckets(named_tensors, self._bucket_bytes, fused_experts=self._fused_experts)
@@ -101,6 +110,7 @@ class SharedMemoryPublisher(WeightPublisher):
         self._engine.update_weights_from_disk(
             str(self.directory), weight_version=version, flush_cache=self._flush_cache
         )
+        self._version = version
         self._gathered = False
         return Published(version, sent, num_bytes, num_buckets, time.monotonic() - began)
 

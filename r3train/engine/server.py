@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import json
 import os
 import random
 import re
@@ -37,6 +38,7 @@ OnProgress = Callable[[float, str], None]
 _PORTS = range(20000, 32000)
 _LOG_TAIL_LINES = 30
 _POLL_S = 0.25
+_MOST_BYTES = 1 << 20  # of an answer about itself
 # what SGLang 0.5.23 logs as a stage of its start begins, and the stage
 _STAGES = {
     "Load weight begin": "loading weights",
@@ -355,13 +357,27 @@ class SGLangServer:
 
     def healthy(self, timeout_s: float = 5.0) -> bool:
         """True when ``/health`` answers 200 within the time; SGLang generates a token for it."""
+        try:
+            return self._get("/health", timeout_s)[0] == 200
+        except (OSError, http.client.HTTPException):
+            return False
+
+    def is_busy(self) -> bool:
+        """True while requests are in flight; False also where the server does not say."""
+        try:
+            loads = json.loads(self._get("/v1/loads?include=core", 5.0)[1])["loads"]
+            return any(load["num_running_reqs"] or load["num_waiting_reqs"] for load in loads)
+        except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError):
+            return False
+
+    def _get(self, path: str, timeout_s: float) -> tuple[int, bytes]:
+        """The status and the body of an answer; raises OSError and HTTPException."""
         connection = http.client.HTTPConnection(self.host, self.port, timeout=timeout_s)
         try:
             headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
-            connection.request("GET", "/health", headers=headers)
-            return connection.getresponse().status == 200
-        except (OSError, http.client.HTTPException):
-            return False
+            connection.request("GET", path, headers=headers)
+            answer = connection.getresponse()
+            return answer.status, answer.read(_MOST_BYTES)
         finally:
             connection.close()
 

@@ -8,7 +8,9 @@ import logging
 import os
 import resource
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
 
 import aiohttp
@@ -23,8 +25,10 @@ from r3train.engine.backend import (
     EngineBusy,
     EngineError,
     EngineUnreachable,
+    ServerLeft,
 )
 from r3train.engine.key import ENGINE_KEY_VARIABLE
+from r3train.engine.members import Members
 from r3train.engine.typed import typed
 from r3train.types import RouteShape
 
@@ -73,20 +77,10 @@ def bound_of_routes(tokens: int, routes: RouteShape) -> int:
     return int(tokens * routes.num_layers * routes.topk * ID_BYTES)
 
 
-def base_url(addr: str) -> str:
-    """Turn ``host:port`` or a URL into a URL without a trailing slash.
-
-    Raises ValueError for an address without a port.
-    """
-    url = (addr if "://" in addr else f"http://{addr}").rstrip("/")
-    if not url.rsplit(":", 1)[-1].isdigit():
-        raise ValueError(f"engine address {addr!r} has no port, expected host:port")
-    return url
-
-
 class SGLangHTTP:
     """Requests to one or all servers of a run.
 
+    ``servers`` are its members, or the addresses of servers that stay.
     ``key_variable`` is the environment variable that errors name.
     ``check_alive`` raises EngineDied when a process of this job has ended; it is called after
     every connection failure.  With ``adapters_alone`` no call changes the base, and no request goes out
@@ -97,7 +91,7 @@ class SGLangHTTP:
 
     def __init__(
         self,
-        addrs: Sequence[str],
+        servers: Members | Sequence[str],
         *,
         api_key: str | None = None,
         request_timeout_s: float = 300.0,
@@ -108,9 +102,13 @@ class SGLangHTTP:
         on_failed_try: Callable[[], None] = lambda: None,
         keeps_alive: bool = True,
     ) -> None:
-        if not addrs:
+        if not (servers or isinstance(servers, Members)):
             raise ValueError("no engine address was given")
-        self.urls = [base_url(addr) for addr in addrs]
+        self.members = servers if isinstance(servers, Members) else Members(servers)
+        self.members.on_leave.append(self._end_calls)
+        self.urls = self.members.urls
+        self._calls: defaultdict[int, set[asyncio.Timeout]] = defaultdict(set)  # by server
+        self._loop: asyncio.AbstractEventLoop | None = None
         self.request_timeout_s = request_timeout_s
         self.api_key = api_key
         self._key_variable = key_variable
@@ -226,18 +224,87 @@ class SGLangHTTP:
 
         return await Tries(self, name).answer(once, server, done)
 
-    async def ask_all(self, name: str, body: Mapping[str, Any] | None = None, **how: Any) -> list:
-        """Make the same repeatable call to every server at once; ``how`` is as in ``ask``."""
-        return await self.each(lambda server: self.ask(server, name, body, **how))
+    async def ask_all(
+        self,
+        name: str,
+        body: Mapping[str, Any] | None = None,
+        *,
+        servers: Sequence[int] | None = None,
+        **how: Any,
+    ) -> dict[int, Any]:
+        """Make the same repeatable call to servers at once, as ``each``; ``how`` is as in ``ask``."""
+        return await self.each(lambda server: self.ask(server, name, body, **how), servers)
 
-    async def each(self, call: Callable[[int], Awaitable[T]]) -> list[T]:
-        """Make a call to every server at once.  Raises the first failure."""
-        tasks = [asyncio.ensure_future(call(server)) for server in range(len(self.urls))]
+    async def each(
+        self, call: Callable[[int], Awaitable[T]], servers: Sequence[int] | None = None
+    ) -> dict[int, T]:
+        """Make a call to these servers at once, or to all that are present; returns the results by server.
+
+        Raises the first failure.  Where servers come and go and none is named, one whose call failed leaves, and a failure is
+        raised if all have failed: they stay if one of them refused, for the fault is then the call's.  One that has held no
+        weights of this run yet leaves in any case.
+        """
+        asked = self.members.present() if servers is None else servers
+        leaves = servers is None and self.members.changes
+
+        async def one(server: int) -> T:
+            async with self.while_present(server):
+                try:
+                    return await call(server)
+                except EngineError as error:
+                    if not self.members.changes or not self.members.is_new(server):
+                        raise
+                    self.members.leave(server, str(error), "refused")
+                    raise ServerLeft(str(error)) from error
+
+        tasks = [asyncio.ensure_future(one(server)) for server in asked]
         try:
-            return list(await asyncio.gather(*tasks))
+            results = await asyncio.gather(*tasks, return_exceptions=leaves)
         finally:
             for task in tasks:
                 task.cancel()
+        found = dict(zip(asked, results))
+        failures = {i: result for i, result in found.items() if isinstance(result, BaseException)}
+        for error in failures.values():
+            refused = len(failures) == len(found) and not isinstance(error, EngineUnreachable)
+            if refused or not isinstance(error, EngineError):
+                raise error
+        for server, error in failures.items():
+            self.members.leave(server, str(error))
+            del found[server]
+        if leaves and not found:
+            raise next(iter(failures.values()), EngineUnreachable("there is no server"))
+        return found
+
+    @asynccontextmanager
+    async def while_present(self, server: int) -> AsyncIterator[None]:
+        """Raise ServerLeft in the context once the server leaves: a host that vanishes closes no connection."""
+        self._loop, left = asyncio.get_running_loop(), ServerLeft(f"{self.urls[server]} has left")
+        limits = self._calls[server]
+        try:
+            async with asyncio.timeout(None) as limit:
+                limits.add(limit)
+                try:
+                    if self.members.is_gone(server):
+                        raise left
+                    yield
+                finally:
+                    limits.discard(limit)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise left from None
+
+    def _end_calls(self, server: int) -> None:
+        """End the calls to a server that has left; any thread."""
+
+        def end() -> None:
+            for limit in self._calls.pop(server, ()):
+                limit.reschedule(0)
+
+        if self._loop is not None:
+            with suppress(RuntimeError):  # the loop is closed, and no call is under way
+                self._loop.call_soon_threadsafe(end)
 
     async def _send(
         self, method: str, url: str, body: Mapping[str, Any] | None, most_bytes: int, what: str
@@ -298,6 +365,8 @@ class SGLangHTTP:
             await asyncio.sleep(0.1)
 
     async def aclose(self) -> None:
+        with suppress(ValueError):  # closed before
+            self.members.on_leave.remove(self._end_calls)
         if self._session is not None:
             await self._session.close()
             self._session = None

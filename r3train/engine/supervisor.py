@@ -224,10 +224,9 @@ class ResubmittingBackend:
                     newest = max(request.weight_version, self._supervisor.version)
                     request = replace(request, weight_version=newest)
 
-    @property
-    def num_servers(self) -> int:
+    def servers(self) -> list[int]:
         """Servers of the inner backend."""
-        return self._inner.num_servers
+        return self._inner.servers()
 
     async def recheck(
         self, request: Request, part: RecheckPart, server: int | None = None

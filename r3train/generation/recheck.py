@@ -75,6 +75,7 @@ class Rechecking:
         self._closed = False
         self._opened = time.monotonic()
         self._noise: list[tuple[RolloutSample, Rechecked]] = []
+        self._measured: set[int] = set()  # servers
         self._chosen = lru_cache(maxsize=64)(self._chosen_of_block)
 
     def _chosen_of_block(self, block: int) -> frozenset[int]:
@@ -97,17 +98,30 @@ class Rechecking:
         sampling: SamplingParams,
         version: int,
     ) -> None:
-        """Measure the rounding of every server by samples taken there and rechecked; before anything else."""
-        self._backend = backend
-        self._turn = asyncio.Semaphore(backend.num_servers)
+        """Measure the rounding of every server by samples taken there and rechecked; before anything else.
+
+        One that joins later is measured before it first rechecks a sample.
+        """
+        self._backend, self._prompts = backend, prompts
         # the log-probs of a prefill are those of the whole vocabulary
-        sampling = replace(sampling, mask_vocab=None)
-        calls = []
-        for server in range(backend.num_servers):
-            for i in range(_NOISE_SAMPLES):
-                prompt = prompts[i % len(prompts)]
-                calls.append(self._sampled_twice(prompt, sampling, version, server, i))
-        for done in await asyncio.gather(*calls, return_exceptions=True):
+        self._sampling = replace(sampling, mask_vocab=None)
+        servers = backend.servers()
+        self._turn = asyncio.Semaphore(max(1, len(servers)))
+        await asyncio.gather(*(self._measure(server, version) for server in servers))
+
+    async def _measure(self, server: int, version: int) -> None:
+        """Measure a server, once: its noise is that of its first weights here."""
+        if server in self._measured:
+            return
+        self._measured.add(server)
+        numbers = range(_NOISE_SAMPLES)
+        calls = [self._sampled_twice(version, server, number) for number in numbers]
+        try:
+            results = await asyncio.gather(*calls, return_exceptions=True)
+        except asyncio.CancelledError:
+            self._measured.remove(server)
+            raise
+        for done in results:
             if isinstance(done, (EngineError, ValueError)):
                 logger.warning("the noise between decode and prefill was not measured: %s", done)
             elif isinstance(done, BaseException):
@@ -116,10 +130,13 @@ class Rechecking:
                 self._noise.append(done)
 
     async def _sampled_twice(
-        self, prompt: Prompt, sampling: SamplingParams, version: int, server: int, number: int
+        self, version: int, server: int, number: int
     ) -> tuple[RolloutSample, Rechecked]:
+        prompt = self._prompts[number % len(self._prompts)]
         sample = stitch.begin(prompt, sample_id=NOISE_SAMPLES + number, group_id=NO_GROUP)
-        request = stitch.next_request(sample, sampling, limit=_NOISE_TOKENS, weight_version=version)
+        request = stitch.next_request(
+            sample, self._sampling, limit=_NOISE_TOKENS, weight_version=version
+        )
         segment, again = await self._backend.score_twice(request, server)
         return stitch.finished(stitch.extend(sample, segment)), again
 
@@ -160,6 +177,8 @@ class Rechecking:
     ) -> None:
         try:
             async with self._turn:
+                if server is not None:
+                    await self._measure(server, request.weight_version)
                 group.rechecked.append(await self._backend.recheck(request, part, server))
             self.counts.recheck_tokens += len(request.token_ids)
         except (EngineError, ValueError) as error:

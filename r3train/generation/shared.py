@@ -131,8 +131,7 @@ class Slots:
     """The slots in flight.  Resumed rollouts and calls of an evaluation come before new rollouts."""
 
     def __init__(self, rollout: RolloutSection, shared: Shared) -> None:
-        self._most = rollout.max_concurrency
-        self._half = max(1, rollout.most_in_flight // 2)
+        self._rollout = rollout
         self._shared = shared
         self._evaluating = 0  # slots taken by an evaluation, apart from those of rollouts
         self._waiting = 0  # resumed rollouts and calls of an evaluation that wait for a slot
@@ -148,6 +147,14 @@ class Slots:
     def for_new_rollouts(self) -> bool:
         """True if a rollout that was never sent may take a slot: after resumed and retracted ones."""
         return not self._short_of_memory and self._waiting < self._free
+
+    @property
+    def _most(self) -> int:
+        """The slots that there are: of servers that come and go, those of the present ones."""
+        if self._rollout.rollout_engines_file is None:
+            return self._rollout.max_concurrency
+        backend = self._shared.backend
+        return self._rollout.concurrency(len(backend.servers()) if backend is not None else 0)
 
     @property
     def _free(self) -> int:
@@ -184,8 +191,11 @@ class Slots:
         """Wait for a free slot, and until no retracted rollout waits for the servers' memory."""
         await self.wait_for_free_slot(lambda: not self._short_of_memory)
 
+    def _half(self) -> int:
+        return max(1, min(self._most, self._rollout.most_samples_in_flight) // 2)
+
     async def memory_for_retracted(self, may_go_on: Callable[[], bool]) -> None:
-        """Wait until fewer than half of ``most_in_flight`` are busy, not counting waiters here.
+        """Wait until fewer than half of the requests that may be in flight are busy, not counting waiters here.
 
         New rollouts are held back meanwhile.
 
@@ -198,7 +208,7 @@ class Slots:
         try:
             await self._shared.until(
                 lambda: may_go_on()
-                and self.in_flight + self._evaluating - self._short_of_memory < self._half,
+                and self.in_flight + self._evaluating - self._short_of_memory < self._half(),
                 though_failed=True,
             )
         finally:

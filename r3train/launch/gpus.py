@@ -72,7 +72,7 @@ def server_gpus(config: RunConfig, *, num_ranks: int, num_visible: int) -> list[
     that needs a GPU which does not exist.
     """
     flags = config.rollout.sglang
-    elsewhere = config.rollout.rollout_external_engine_addrs
+    elsewhere = config.rollout.has_external_servers
     if not elsewhere and config.has_engines and _number(flags, _NODES, 1) > 1:
         raise ValueError(
             "sglang: nnodes: rank 0 starts servers on its own node only; start one over several nodes with"

@@ -89,7 +89,10 @@ class AsyncLoop:
         config, hf, actor, rank_zero = self.config, self.hf, self.actor, self.rank_zero
         run_state, routes, fleet = self.run_state, self.routes, rank_zero and rank_zero.engines
         self._topologies = gather_topologies(actor.topology)
-        self._recovery = Recovery(fleet, enabled=config.faults.max_engine_restarts > 0)
+        comes_and_goes = config.rollout.rollout_engines_file is not None
+        self._recovery = Recovery(
+            fleet, enabled=config.faults.max_engine_restarts > 0 or comes_and_goes
+        )
         self._turns = Disaggregated()
         if config.rollout.colocate:
             self._turns = Colocated(config, actor, fleet, self._recovery)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,7 +66,9 @@ class RolloutFleet:
         """
         raise AssertionError("there is no server")
 
-    def weight_checksums(self, version: int | None) -> tuple[dict[int, dict[str, str]], list[str]]:
+    def weight_checksums(
+        self, version: int | None
+    ) -> tuple[dict[int, dict[str, str]], dict[int, str]]:
         """The checksums of the tensors of every server that holds ``version``, None for all, and each server's layout."""
         raise AssertionError("there is no server")
 
@@ -82,6 +85,19 @@ class RolloutFleet:
 
     def restart(self) -> None:
         """Restart the servers; they hold the checkpoint's weights until the next publish."""
+        raise AssertionError("there is no server")
+
+    def unchanged(self) -> AbstractContextManager[None]:
+        """A block in which no server joins."""
+        return nullcontext()
+
+    @property
+    def is_deserted(self) -> bool:
+        """True where servers come and go, and none is there."""
+        return False
+
+    def drop(self, server: int, why: str) -> None:
+        """Let a server leave that does not hold what it should."""
         raise AssertionError("there is no server")
 
     def restored(self, version: int) -> None:

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 _MASK = (1 << 64) - 1
 # of each server the checksums of its tensors, and each server's layout
-Held = tuple[dict[int, dict[str, str]], list[str]]
+Held = tuple[dict[int, dict[str, str]], dict[int, str]]
 
 
 class SentSum:
@@ -99,7 +99,7 @@ class HeldWeights:
             logger.warning("servers do not say the checksums of their weights: %s", error)
             return
         self._is_open = True
-        if self.config.rollout.rollout_external_engine_addrs:
+        if self.config.rollout.has_external_servers:
             return
         if failed := self._judge(version, ("", 0), held):
             raise NotServed(f"not served: {failed[0]}", version, {"served/passed": False})
@@ -146,6 +146,13 @@ class HeldWeights:
         """Rank 0: write the records of an update, and return its faults."""
         again = (comparison.sent, comparison.unlike) if comparison else ()
         records = weights_records(version, sent, *held, *again)
+        if self.config.rollout.rollout_engines_file is not None:
+            # no request went to it under this version
+            for record in (r for r in records if r.unlike):
+                self.rank_zero.engines.drop(
+                    record.server, f"UNLIKE: {', '.join(record.unlike)} are not as sent"
+                )
+            records = [record for record in records if not record.unlike]
         newer = {v: n for v, n in self._counts.items() if v >= version - 1}
         self._counts = newer | {version: newer.get(version, 0) + len(records)}
         if self.evidence is not None:

@@ -34,7 +34,7 @@ class PerStagePublisher(DistributedPublisher):
         super().__init__(engine, **settings)
         self._leaders = leaders
         self._waiting = list(leaders)  # for their turn of this update, or of the next one
-        self._groups: set[str] = set()
+        self._groups: dict[int, tuple[str, list[int]]] = {}  # of leaders, with the servers in each
 
     def publish(self, named_tensors: NamedTensors, *, version: int) -> Published:
         """Send all stages' tensors; as ``DistributedPublisher.publish``, and raises what a leader raised."""
@@ -55,11 +55,11 @@ class PerStagePublisher(DistributedPublisher):
         """Make a leader's calls until its stage is sent; tell it of an error and raise that."""
         sent: dict[str, TensorKind] = {}
         num_buckets = 0
-        send_json({leader: {"answer": None}})
+        send_json({leader: {"answer": self._engine.present()}})
         while True:
             name, arguments = recv_json(leader)
             try:
-                answer = self._made(name, arguments)
+                answer = self._made(leader, name, arguments)
             except BaseException as error:
                 send_json({leader: {"error": str(error)}})
                 raise
@@ -71,14 +71,15 @@ class PerStagePublisher(DistributedPublisher):
                 sent |= zip(arguments["names"], kinds)
                 num_buckets += 1
 
-    def _made(self, name: str, arguments: dict[str, Any]) -> Any:
+    def _made(self, leader: int, name: str, arguments: dict[str, Any]) -> Any:
         """Make a leader's call and wait for the result of it."""
         if name == "done":
             return None
         if name == "failed":
             raise _OF_LEADERS[arguments["kind"]](arguments["text"])
         if name == "init_weights_update_group":
-            self._groups.add(arguments["group_name"])
+            self._leave_group_of(leader)  # for other servers
+            self._groups[leader] = arguments["group_name"], arguments["servers"]
         result = getattr(self._engine, name)(**arguments)
         if not isinstance(result, Future):
             return result
@@ -93,9 +94,13 @@ class PerStagePublisher(DistributedPublisher):
     def close(self) -> None:
         """Leave the group, and let the servers leave those of the leaders. Idempotent."""
         super().close()
-        while self._groups:
+        for leader in list(self._groups):
+            self._leave_group_of(leader)
+
+    def _leave_group_of(self, leader: int) -> None:
+        if leader in self._groups:
             with suppress(RuntimeError):  # the servers are gone already
-                self._engine.destroy_weights_update_group(self._groups.pop())
+                self._engine.destroy_weights_update_group(*self._groups.pop(leader))
 
 
 class StageLeaderPublisher(DistributedPublisher):
@@ -104,6 +109,13 @@ class StageLeaderPublisher(DistributedPublisher):
     def __init__(self, **settings: Any) -> None:
         self._calls = _CallsOfRankZero()
         super().__init__(self._calls, **settings)
+
+    def connect(self) -> None:
+        """Wait: the servers are told with the turn, for which the first bucket is at hand."""
+
+    def _other_stages(self) -> Iterator[Published]:
+        super().connect()
+        return iter(())
 
     def send(self, weights: Iterator[tuple[str, Any]], *, version: int) -> None:
         """Send the stage's weights in its turn, and drain them in any case: the stage's other ranks give them.
@@ -137,6 +149,7 @@ class _CallsOfRankZero:
         self._lock = threading.Lock()
         self._has_turn = False
         self._refused: str | None = None
+        self._servers: list[int] = []
 
     def begin(self) -> None:
         """Note that the turn of an update is to come."""
@@ -154,8 +167,14 @@ class _CallsOfRankZero:
         if self._refused is not None:
             raise EngineError(self._refused)
         if not self._has_turn:
-            self._answer()
+            self._servers = self._answer()
             self._has_turn = True
+
+    def present(self) -> list[int]:
+        """The servers that are members, once the turn has come."""
+        with self._lock:
+            self._take_turn()
+        return self._servers
 
     def _answer(self) -> Any:
         answer = recv_json()
@@ -164,8 +183,8 @@ class _CallsOfRankZero:
             raise EngineError(self._refused)
         return answer["answer"]
 
-    def update_group_sizes(self) -> list[int]:
-        return self.make("update_group_sizes")
+    def update_group_sizes(self, servers: Sequence[int]) -> list[int]:
+        return self.make("update_group_sizes", servers=servers)
 
     def init_weights_update_group(self, **arguments: Any) -> Future[Any]:
         return in_a_thread(lambda: self.make("init_weights_update_group", **arguments))
@@ -183,5 +202,5 @@ class _CallsOfRankZero:
 
     begin_weight_update = end_weight_update = check_alive
 
-    def destroy_weights_update_group(self, group_name: str) -> None:
-        """Leave it to rank 0, when it closes."""
+    def destroy_weights_update_group(self, group_name: str, servers: Sequence[int]) -> None:
+        """Leave it to rank 0, when it closes or makes another group."""

@@ -170,6 +170,7 @@ class WeightUpdate:
         with rank_zero_alone():  # requests in flight may take long to end
             if self.rank_zero is not None:
                 try:
+                    quietly.enter_context(self.rank_zero.engines.unchanged())
                     quietly.enter_context(quiet)
                 except Exception as error:  # noqa: BLE001 - the other ranks go on first
                     failure = error
@@ -225,6 +226,10 @@ class WeightUpdate:
             if not generating_failed and not isinstance(error, FAILED):
                 raise
             drain()
+            if fleet.is_deserted and self._source is not None and not generating_failed:
+                # the next servers get these weights: see ``Engines.restart``
+                self._source.set_version(weight_version)
+                return {}, None
             if generating_failed and not isinstance(error, self.recovery.caught):
                 self.recovery.fatal = error  # the ranks come together at the next rollout
                 return {}, None

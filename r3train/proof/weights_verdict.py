@@ -56,13 +56,13 @@ def weights_records(
     version: int,
     sent: tuple[str, int],
     held: Mapping[int, dict[str, str]],
-    layouts: Sequence[str],
+    layouts: Mapping[int, str],
     compared: int = 0,
-    held_otherwise: Sequence[Sequence[str]] = (),
+    held_otherwise: Mapping[int, Sequence[str]] | None = None,
 ) -> list[WeightsRecord]:
     """The records of an update.
 
-    held: checksums of each server, by the tensor's name.  compared: tensors of the second export; held_otherwise:
+    held: checksums of each server, by the tensor's name; layouts: of each.  compared: tensors of the second export; held_otherwise:
     of these, the names that each server held otherwise.
     """
     first: dict[str, dict[str, str]] = {}

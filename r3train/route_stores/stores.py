@@ -73,7 +73,7 @@ class RouteStores(Routes):
     def __init__(self, config: RunConfig, routes: RouteShape, moe_layers: Sequence[int]) -> None:
         check_servers_host(
             config.rollout.sglang.get("host"),
-            local_servers=not config.rollout.rollout_external_engine_addrs,
+            local_servers=not config.rollout.has_external_servers,
             environ=os.environ,
         )
         self._named_host = config.replay.route_store_host

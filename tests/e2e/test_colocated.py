@@ -58,12 +58,12 @@ def test_a_server_gives_its_memory_back_and_serves_the_weights_that_are_publishe
             publisher = DistributedPublisher(engine, bucket_bytes=1 << 20)
             for version in (1, 2):
                 engine.keep_onloaded()
-                assert engine.versions.all() == [None]  # nothing is sent to it
+                assert engine.members.all() == [None]  # nothing is sent to it
                 engine.keep_onloaded("weights")
                 tensors = checkpoint_tensors(models[version % 2])
                 publisher.publish(iter(tensors.items()), version=version)
                 engine.keep_onloaded("weights", "kv_cache")
-                assert engine.versions.all() == [version]
+                assert engine.members.all() == [version]
                 expected = Reference(models[version % 2])(text)[0]
                 np.testing.assert_allclose(probe_log_probs(server.addr, text), expected, atol=1e-4)
             # what comes back is undefined: without a publish every log-prob is NaN

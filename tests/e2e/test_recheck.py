@@ -83,9 +83,8 @@ def audited(
 
     def client() -> SGLangClient:
         return SGLangClient(
-            [server.addr],
+            control.members,
             routes=ROUTES,
-            versions=control.versions,
             cache_per_version=mode == "in_place",
         )
 

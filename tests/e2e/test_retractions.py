@@ -84,9 +84,8 @@ def rollouts_under_pressure(
         producer = Producer(
             rollout,
             lambda: SGLangClient(
-                [server.addr],
+                control.members,
                 routes=ROUTES,
-                versions=control.versions,
                 cache_per_version=mode == "in_place",
             ),
             prompt_of,
@@ -164,9 +163,8 @@ def rechecked_under_pressure(server, models) -> tuple[list[RolloutSample], list[
 
         def client() -> SGLangClient:
             return SGLangClient(
-                [server.addr],
+                control.members,
                 routes=ROUTES,
-                versions=control.versions,
                 cache_per_version=True,
             )
 

@@ -48,13 +48,13 @@ def test_a_server_that_missed_an_update_never_serves_before_it_has_it(tmp_path):
         addrs = [server.addr for server in servers]
         with EngineControl(addrs) as both, EngineControl(addrs[:1]) as first:
             both.update_weights_from_disk(str(models[0]), weight_version=0)
-            assert both.versions.all() == [0, 0]
+            assert both.members.all() == [0, 0]
 
             def generate(version: int) -> list[list]:
                 """The samples that each server made."""
 
                 async def run():
-                    client = SGLangClient(addrs, routes=ROUTES, versions=both.versions)
+                    client = SGLangClient(both.members, routes=ROUTES)
                     served: list[list] = [[], []]
 
                     async def one(i):
@@ -74,7 +74,7 @@ def test_a_server_that_missed_an_update_never_serves_before_it_has_it(tmp_path):
             # the second server misses version 1
             first.update_weights_from_disk(str(models[1]), weight_version=1)
             both.confirm_version(1)
-            assert both.versions.all() == [1, None]
+            assert both.members.all() == [1, None]
             served = generate(1)
             assert [len(samples) for samples in served] == [16, 0]
             for sample in served[0]:

@@ -316,7 +316,7 @@ def test_a_failed_disk_update_carries_the_servers_message(engine, tmp_path):
 
 
 def test_group_sizes_and_server_facts(server, engine):
-    assert engine.num_servers == 1
+    assert engine.present() == [0]
     assert engine.update_group_sizes() == [1]
     engine.require_settings(replay=True)
     info = engine.server_info()[0]

@@ -93,10 +93,9 @@ def spanning_samples(
                 pause_generation_mode=mode,
             ),
             lambda: SGLangClient(
-                [server.addr],
+                control.members,
                 routes=expected,
                 shared_servers=shared,
-                versions=control.versions,
                 cache_per_version=flush and mode == "in_place",
             ),
             prompt_of,

@@ -7,6 +7,7 @@ from aiohttp import web
 
 from r3train.engine.backend import SamplingParams
 from r3train.engine.client import SGLangClient
+from r3train.engine.members import Members
 from r3train.types import Prompt
 from tests import whole_samples
 from tests.http_serving import serving
@@ -66,10 +67,12 @@ class Fake:
 
 
 @contextlib.asynccontextmanager
-async def client_of(*fakes, **options):
+async def client_of(*fakes, versions=None, changes=False, **options):
+    """A client of these servers; versions: that it knows them to hold; changes: they may leave."""
     async with contextlib.AsyncExitStack() as stack:
         addrs = [await stack.enter_async_context(fake.running()) for fake in fakes]
-        client = SGLangClient(addrs, **options)
+        servers = addrs if versions is None else Members(addrs, versions, changes=changes)
+        client = SGLangClient(servers, **options)
         try:
             yield client
         finally:

@@ -24,6 +24,7 @@ def servers_of_rank_0(
         rollout_seed=1,
         rollout_server_start_timeout_s=60.0,
         rollout_external_engine_addrs=[],
+        has_external_servers=False,
         rollout_server_env=(),
         colocate=colocate,
         exact_boundaries=False,

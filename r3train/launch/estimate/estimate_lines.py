@@ -153,9 +153,7 @@ def _work_s(config: RunConfig, model: Model, world_size: int, gpu_bytes: float, 
 def _shared(config: RunConfig, gpu_bytes: float) -> float:
     """Bytes that a server takes of a rank's GPU all the time (--sglang-base-gpu-id)."""
     rollout = config.rollout
-    starts_servers = config.has_engines and not (
-        rollout.rollout_external_engine_addrs or rollout.colocate
-    )
+    starts_servers = config.has_engines and not (rollout.has_external_servers or rollout.colocate)
     shares = starts_servers and rollout.sglang.get("base_gpu_id") == 0
     return server_fraction(config, gpu_bytes) * gpu_bytes if shares else 0.0
 

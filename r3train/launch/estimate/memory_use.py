@@ -242,7 +242,7 @@ def host_bytes(
     on_gpus: GPUs are here; a recipe for NCCL is judged as on them.
     """
     weights = served_bytes(config, model)
-    own_servers = config.has_engines and not config.rollout.rollout_external_engine_addrs
+    own_servers = config.has_engines and not config.rollout.has_external_servers
     host = {
         "processes": (num_ranks + own_servers) * PROCESS_BYTES,
         "KL references and teachers": fullest.held.reference * num_ranks,

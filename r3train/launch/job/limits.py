@@ -54,9 +54,9 @@ def check_node(config: RunConfig) -> list[Lack]:
     for port in sorted({number for number in numbers if numbers.count(number) > 1}):
         text = f"port {port} is asked for twice by the servers of this run"
         lacks.append((text, "unset --sglang-nccl-port: servers choose free ones"))
-    if config.has_engines and not ports and not config.rollout.rollout_external_engine_addrs:
+    if config.has_engines and not ports and not config.rollout.has_external_servers:
         lacks.append(no_address(host))
-    if config.has_engines and not config.rollout.rollout_external_engine_addrs:
+    if config.has_engines and not config.rollout.has_external_servers:
         lacks.append(long_tmpdir())
     if metrics_port := config.trackers.metrics_port:
         lacks.append(taken_port(LOOPBACK, metrics_port))
@@ -124,7 +124,7 @@ def _bind(host: str, port: int) -> None:
 def server_ports(config: RunConfig) -> tuple[str, list[object]]:
     """The address and the ports of the servers that a run starts, [] where they choose their own."""
     rollout = config.rollout
-    starts_servers = config.has_engines and not rollout.rollout_external_engine_addrs
+    starts_servers = config.has_engines and not rollout.has_external_servers
     host, count = str(rollout.sglang.get("host", LOOPBACK)), rollout.rollout_num_engines
     first, meeting = (
         rollout.sglang.get(name) if starts_servers else None for name in ("port", "nccl_port")

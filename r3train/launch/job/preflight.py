@@ -42,6 +42,7 @@ from r3train.data.file_fingerprint import FileFingerprint
 from r3train.data.prompts import unknown_tokens
 from r3train.data.templates import check_variables
 from r3train.data.tokenizer import check_vocabulary, load_tokenizer, stop_token
+from r3train.engine.address_files import read_addresses
 from r3train.engine.addresses import host_of, interface_of
 from r3train.engine.backend import EngineError
 from r3train.engine.control import EngineControl
@@ -229,6 +230,8 @@ class _Checks:
                 self.warn("environment", text, "set it, or leave the name out")
         api_key = self.attempt("key of the servers", engine_api_key, os.environ)
         if self.for_all_ranks and self.config.has_engines:
+            if (source := self.config.rollout.rollout_engines_file) and source.exists():
+                self.attempt("servers", read_addresses, source)
             for address in self.config.rollout.rollout_external_engine_addrs:
                 subject = f"server {address}"
                 self.attempt(subject, check_external_server, self.config, self.hf, address, api_key)
@@ -287,7 +290,7 @@ class _Checks:
             return
         self.attempt(SETTINGS, check_model, config, hf, self.world_size)
         self.attempt(SETTINGS, check_freezing, config, hf)
-        if config.has_engines and not config.rollout.rollout_external_engine_addrs:
+        if config.has_engines and not config.rollout.has_external_servers:
             self.attempt("checkpoint", check_class, hf)
             self.attempt(SETTINGS, check_server_split, config, hf)
             self.attempt(SETTINGS, check_says_choices, config, hf)
@@ -491,6 +494,10 @@ def preflight_evaluation(config: RunConfig) -> Job:
     if not config.eval_sets:
         raise ConfigError("--eval-prompt-data is required: there is no evaluation set")
     check_evaluation(config)
+    if config.rollout.rollout_engines_file is not None:
+        raise ConfigError(
+            "--rollout-engines-file is for training: name a server by --rollout-external-engine-addrs"
+        )
     raise_all(
         f"--use-{name} has no effect on an evaluation without training, whose numbers stay in --run-dir:"
         f" --no-use-{name}"
@@ -498,10 +505,10 @@ def preflight_evaluation(config: RunConfig) -> Job:
         if getattr(config.trackers, f"use_{name}")
     )
     check_server_flags(config.rollout.sglang, replay=False)
-    starts_server = not (config.run.dry_run or config.rollout.rollout_external_engine_addrs)
+    starts_server = not (config.run.dry_run or config.rollout.has_external_servers)
     check_export(config.model.hf_checkpoint, weights=starts_server)
     hf = read_hf_facts(config.model.hf_checkpoint)
-    if not config.rollout.rollout_external_engine_addrs:
+    if not config.rollout.has_external_servers:
         check_class(hf)
     tokenizer = load_tokenizer(config.model.hf_checkpoint)
     check_vocabulary(tokenizer, hf)
@@ -611,7 +618,7 @@ def check_external_server(
         )
     try:
         with EngineControl([address], api_key=api_key, timeout_s=_ANSWER_S) as control:
-            (model,), (info,) = control.model_info(), control.server_info()
+            model, info = control.model_info()[0], control.server_info()[0]
             raise_all([f"engine {address} {text}" for text in foreign(info, model)])
             control.require_settings(
                 replay=config.replay.use_rollout_routing_replay,

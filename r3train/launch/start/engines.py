@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,10 +27,13 @@ from r3train.data.templates import ChatTemplate
 from r3train.environments.named_environments import get_environment, get_tools
 from r3train.observe.console import Phase, RunDisplay
 from r3train.routing.indexer_topk import num_words
+from r3train.config.sources import raise_all
 from r3train.launch.job.agents import make_agents, make_chat_endpoint
 from r3train.launch.start.local_servers import start_servers
 from r3train.launch.job.checked_job import Job
 from r3train.launch.job.other_models import served_teacher
+from r3train.launch.start.door import Door
+from r3train.launch.job.preflight import check_external_server
 from r3train.loop.fleet import RolloutFleet
 from r3train.loop.route_transport import Routes
 from r3train.loop.distribute import broadcast_json, gather_json
@@ -37,9 +42,11 @@ from r3train.engine.adapters import AdapterPublisher, Adapters, adapter_name
 from r3train.engine.addresses import address_for, address_of_interface, host_of, interface_of
 from r3train.engine.addresses import is_loopback
 from r3train.data.sampled import outside_vocabulary
-from r3train.engine.backend import BadAnswer, Request, RolloutBackend, SamplingParams
-from r3train.engine.control import MEMORY, EngineControl, ServerVersions
+from r3train.engine.backend import BadAnswer, EngineError, EngineUnreachable
+from r3train.engine.backend import Request, RolloutBackend, SamplingParams
+from r3train.engine.control import MEMORY, EngineControl
 from r3train.engine.key import engine_api_key
+from r3train.engine.members import Change, Members
 from r3train.generation.agent_episode import AgentEpisode
 from r3train.generation.buffer import OUTCOMES_FILE, Outcome, ProducerState
 from r3train.generation.conversation import Conversation
@@ -73,6 +80,8 @@ _WIRE_BYTES_OF_AN_ID = 4 * 4 / 3
 _WIRE_BYTES_OF_A_WORD = 8 * 4 / 3  # of the bits of what an indexer chose
 # drawn at the start, where texts are short
 _MOST_CANARY_ANSWERS = 64
+SERVERS_FILE = "servers.jsonl"  # of a run: a line for each server that came or went
+_MOST_FAILED_UPDATES = 3
 # of a server's arguments those by which it holds other tensors than another
 _LAYOUT = (
     "version",
@@ -82,6 +91,7 @@ _LAYOUT = (
     "dtype",
     "quantization",
     "moe_runner_backend",
+    "architectures",
 )
 
 
@@ -112,14 +122,19 @@ class Engines(RolloutFleet):
         self._run_dir = run_dir
         self._display = display
         self._addrs = list(config.rollout.rollout_external_engine_addrs)
-        self._versions: ServerVersions | None = None
+        self._members: Members | None = None
+        self._door: Door | None = None
+        self._counts = Counter[str]()  # servers that joined and left
+        self._updating = False
+        self._failed_updates = 0  # in a row, although all servers answer
         self._adapters = Adapters() if config.serves_adapters else None
         self._agents = make_agents(job, run_dir) if config.agent.named is not None else None
         self._supervisor: EngineSupervisor | None = None
         self._bad_answers = 0
         self._difficulty: DifficultyOrder | None = None  # of the prompts
         self._pool_facts: str | None = None
-        self._text_ends: list[range | None] = []
+        self._text_ends: dict[int, range | None] = {}
+        self._layouts: dict[int, dict[str, Any]] = {}  # of the servers' tensors
         self._client: SGLangClient | None = None
         self._routes = routes
         self._api_key = engine_api_key(os.environ)
@@ -144,9 +159,12 @@ class Engines(RolloutFleet):
     def restart(self) -> None:
         """Restart the servers; they hold the checkpoint's weights until the next publish.
 
-        Raises EngineDied after --max-engine-restarts, EngineError if a server does not start.
+        Those of others leave, if they are lost.  Raises EngineDied after --max-engine-restarts, EngineError if a server does
+        not start.
         """
-        self._versions.record(None)
+        self._members.record(None)
+        if self._door is not None:
+            return self._let_lost_leave()
         with self._display.phase("restarting SGLang") as phase:
             self._show_starts_in(phase)
             self._supervisor.restart()
@@ -154,6 +172,45 @@ class Engines(RolloutFleet):
             self._control.restarted()
             self._text_ends = self._control.text_ends()
         self.publisher.reconnect()
+
+    def _let_lost_leave(self) -> None:
+        before = self._members.present()
+        self._door.let_lost_leave()
+        self._failed_updates += before == self._members.present()
+        if self._failed_updates > _MOST_FAILED_UPDATES:
+            raise EngineError(f"{_MOST_FAILED_UPDATES} weight updates in a row have failed")
+        self.publisher.reconnect()
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """A block in which no server joins."""
+        with self._door.lock if self._door is not None else nullcontext():
+            self._updating = True
+            try:
+                yield
+            finally:
+                self._updating = False
+
+    @property
+    def is_deserted(self) -> bool:
+        """True where servers come and go, and none is there."""
+        return self._door is not None and not self._members.present()
+
+    def drop(self, server: int, why: str) -> None:
+        """Let a server leave that does not hold what it should."""
+        self._members.leave(server, why, "refused")
+
+    def _check_served(self) -> None:
+        """As ``check_alive``; also raises EngineUnreachable where an update has to come or to go on, EngineError without servers."""
+        self.check_alive()
+        if self._door is not None:
+            self._door.check()
+            if (
+                self._updating and self.is_deserted
+            ):  # requests wait for a server, and nobody can join
+                raise EngineUnreachable("there is no server")
+            if self._members.present() and not self._members.holders(0):
+                raise EngineUnreachable("servers have joined, and none holds the newest weights")
 
     def keep_onloaded(self, *kinds: str) -> None:
         """Let every server hold these kinds of memory only: see ``EngineControl.keep_onloaded``."""
@@ -179,7 +236,23 @@ class Engines(RolloutFleet):
                 "faults/resubmitted_requests": self._supervisor.resubmitted,
                 "faults/resumed_tokens": self._supervisor.resumed_tokens,
             }
+        if self._door is not None:
+            counts |= {
+                "fleet/servers": len(self._members.present()),
+                "fleet/joined": self._counts["joined"],
+                "fleet/left": sum(self._counts[what] for what in ("left", "lost")),
+                "faults/resubmitted_requests": self._client.moved_requests,
+                "faults/resumed_tokens": self._client.moved_tokens,
+            }
         return counts
+
+    def _changed(self, change: Change) -> None:
+        """Note a server that came or went."""
+        append_lines(self._run_dir / SERVERS_FILE, [asdict(change)])
+        self._counts[change.what] += 1
+        style = "" if change.what == "joined" else "yellow"
+        text = f"server {change.server} ({change.url}) {change.what}: {change.why}"
+        self._display.note(text, style=style)
 
     def _count_bad_answer(self) -> None:
         self._bad_answers += 1
@@ -188,7 +261,9 @@ class Engines(RolloutFleet):
         """Send broken-off requests again: restarted servers now hold the weights of ``version``."""
         if self._producer is not None:
             self._producer.resume()
-        self._supervisor.restored(version)
+        if self._supervisor is not None:
+            self._supervisor.restored(version)
+        self._failed_updates = 0
 
     def wait_ready(self) -> None:
         """Wait for the servers, and show their progress."""
@@ -200,39 +275,85 @@ class Engines(RolloutFleet):
                     server.wait_ready()
             self._addrs = [server.addr for server in self._servers]
             self._api_key = self._servers[0].api_key
+        # started ones hold the checkpoint, which is version 0 where versions are no adapters
+        version = 0 if self._servers and self._adapters is None else None
+        self._members = Members(
+            self._addrs,
+            [version] * len(self._addrs),
+            changes=rollout.rollout_engines_file is not None,
+            on_change=self._changed,
+        )
+        if self._servers:
             self._supervisor = EngineSupervisor(
                 self._servers,
                 max_restarts=faults.max_engine_restarts,
                 backoff_s=faults.engine_restart_backoff_s,
                 health_timeout_s=self._health_timeout_s,
             )
-        # started ones hold the checkpoint, which is version 0 where versions are no adapters
-        version = 0 if self._servers and self._adapters is None else None
-        self._versions = ServerVersions([version] * len(self._addrs))
-        self._layouts: list[str] | None = None  # of the servers' tensors, once asked for
         self._control = EngineControl(
-            self._addrs,
+            self._members,
             api_key=self._api_key,
             timeout_s=rollout.rollout_request_timeout_s,
             check_alive=self.check_alive,
-            versions=self._versions,
             adapters_alone=self._adapters is not None,
             max_bad_answers=faults.max_bad_answers,
             on_failed_try=self._count_bad_answer,
         )
-        self._control.require_settings(
-            replay=self._route_shape is not None,
-            indexer=self._index_topk is not None,
-            kept_top_k=rollout.kept_top_k,
-            exact_boundaries=rollout.exact_boundaries,
-        )
-        self._routes.require_reach(self._addrs, self._api_key)
-        self._text_ends = self._control.text_ends()
+        if self._members.changes:
+            self._open_door()
+        else:
+            self._control.require_settings(
+                replay=self._route_shape is not None,
+                indexer=self._index_topk is not None,
+                kept_top_k=rollout.kept_top_k,
+                exact_boundaries=rollout.exact_boundaries,
+            )
+            self._routes.require_reach(self._addrs, self._api_key)
+            self._text_ends = self._control.text_ends()
         pool, longest = self._control.pool_tokens(), self.job.longest_prompt
         self._pool_facts = rollout.pool_facts(pool, longest)
         shortage = rollout.pool_shortage(pool, longest)
         if shortage is not None and self._route_shape is not None:
             self._display.note(f"warning: {shortage}", style="yellow")
+
+    def _open_door(self) -> None:
+        """Wait until the first server has joined."""
+        rollout = self.job.config.rollout
+        with self._display.phase(f"waiting for a server that {rollout.rollout_engines_file} names"):
+            self._door = Door(
+                source=rollout.rollout_engines_file,
+                members=self._members,
+                control=self._control,
+                examine=self._examine,
+                publisher=lambda: self.publisher,
+                is_busy=lambda server: self._client is not None and self._client.is_busy(server),
+                note=lambda text: self._display.note(text, style="yellow"),
+                health_timeout_s=self._health_timeout_s,
+                wait_s=rollout.rollout_wait_for_servers_s,
+            )
+            self._door.open()
+
+    def _examine(self, server: int) -> None:
+        """Raise EngineError or ValueError for a server that does not go with the run, or with the servers that it has."""
+        addr, config = self._members.urls[server], self.job.config
+        check_external_server(config, self.job.hf, addr, self._api_key)
+        self._routes.require_reach([addr], self._api_key)
+        self.publisher.require_reach(addr)
+        layout = self._layout_of(server)
+        others = self._members.present()
+        expected = self._layouts[others[0]] if others else {"dtype": config.server_dtype}
+        raise_all(
+            f"engine {addr} runs with {key} = {layout[key]!r}, and the run's servers with {value!r}"
+            for key, value in expected.items()
+            if layout[key] != value
+        )
+        self._layouts[server] = layout
+        self._text_ends |= self._control.text_ends([server])
+
+    def _layout_of(self, server: int) -> dict[str, Any]:
+        info = self._control.server_info([server])[server]
+        model = self._control.model_info([server])[server]
+        return {key: {**model, **info}.get(key) for key in _LAYOUT}
 
     @property
     def publisher(self) -> WeightPublisher:
@@ -268,7 +389,7 @@ class Engines(RolloutFleet):
     @property
     def hosts(self) -> list[str]:
         """The servers' hosts."""
-        return [host_of(addr) for addr in self._addrs]
+        return [host_of(url) for url in self._members.urls]
 
     def compare_weights(self, weights: NamedTensors, version: int) -> Comparison:
         """Hold every server's tensors against these; see ``compare_on_servers``."""
@@ -277,17 +398,20 @@ class Engines(RolloutFleet):
         reference = _by_files(DiskPublisher, self.job, self._control, directory, flush_cache=False)
         return compare_on_servers(self._control, reference, weights, version=version)
 
-    def weight_checksums(self, version: int | None) -> tuple[dict[int, dict[str, str]], list[str]]:
+    def weight_checksums(
+        self, version: int | None
+    ) -> tuple[dict[int, dict[str, str]], dict[int, str]]:
         """The checksums of the tensors of every server in use, and each server's layout.
 
         None as ``version`` reads all servers.
         """
-        if self._layouts is None:
-            infos = self._control.server_info()
-            self._layouts = [repr([info.get(key) for key in _LAYOUT]) for info in infos]
-        every = dict(enumerate(self._control.weight_checksums()))
-        used = every if version is None else self._versions.holders(version)
-        return {server: every[server] for server in used}, self._layouts
+        for server in self._members.present():
+            if server not in self._layouts:
+                self._layouts[server] = self._layout_of(server)
+        every = self._control.weight_checksums()
+        used = every if version is None else self._members.holders(version)
+        layouts = {server: repr(layout) for server, layout in self._layouts.items()}
+        return {server: every[server] for server in used if server in every}, layouts
 
     def canary_texts(self, count: int, longest: int) -> list[np.ndarray]:
         """Make ``count`` texts of ``longest`` tokens, int32[longest] each: prompts of the run with answers to them.
@@ -351,9 +475,11 @@ class Engines(RolloutFleet):
         that a server draws after each.  A server that does not hold ``version`` is not in use.  The result waits for
         {server: scores of each text} and the seconds that they took.
         """
-        servers = self._versions.holders(version)
+        servers = self._members.holders(version)
 
         async def server_scores(server: int) -> list[CanaryScores]:
+            if server not in servers:
+                return []
             slots = asyncio.Semaphore(at_once)
 
             async def read(i: int) -> CanaryScores:
@@ -375,9 +501,12 @@ class Engines(RolloutFleet):
 
         async def all_scores() -> tuple[dict[int, list[CanaryScores]], float]:
             began = time.monotonic()
-            every = await asyncio.gather(*map(server_scores, servers))
-            return dict(zip(servers, every, strict=True)), time.monotonic() - began
+            every = await self._control.each(server_scores)
+            read = {server: scores for server, scores in every.items() if scores}
+            return read, time.monotonic() - began
 
+        if not servers:  # all have left, and the next ones get these weights anew
+            return lambda: ({}, 0.0)
         adapter = self._newest_adapter
         return self._control.begin(all_scores())
 
@@ -388,9 +517,10 @@ class Engines(RolloutFleet):
 
     @property
     def _segment_len(self) -> int | None:
-        """Most tokens of one request; None (no limit) unless servers may be restarted."""
+        """Most tokens of one request; None (no limit) unless servers may be restarted, or come and go."""
         rollout = self.job.config.rollout
-        if rollout.rollout_segment_len or not self.job.config.faults.max_engine_restarts:
+        may_be_lost = self.job.config.faults.max_engine_restarts or rollout.rollout_engines_file
+        if rollout.rollout_segment_len or not may_be_lost:
             return rollout.rollout_segment_len
         on_gpus = visible_gpus() and rollout.sglang.get("device") != "cpu"
         return _SEGMENT_LEN_ON_GPUS if on_gpus else _SEGMENT_LEN
@@ -432,19 +562,17 @@ class Engines(RolloutFleet):
     def _make_client(self) -> SGLangClient:
         job, rollout = self.job, self.job.config.rollout
         return SGLangClient(
-            self._addrs,
+            self._members,
             routes=self._routes.row_shape,
             sent_routes=self._route_shape,
             index_topk=self._index_topk,
             api_key=self._api_key,
             request_timeout_s=rollout.rollout_request_timeout_s,
-            max_concurrency=rollout.max_concurrency,
             check_alive=self.check_alive if self._servers else None,
             max_bad_answers=job.config.faults.max_bad_answers,
             on_bad_answer=self._count_bad_answer,
             shared_servers=not self._servers,
             health_timeout_s=self._health_timeout_s,
-            versions=self._versions,
             cache_per_version=rollout.flush_cache_on_update and not rollout.fresh_prefixes,
             transport=self._routes.transport(),
             adapters=self._adapters,
@@ -489,7 +617,7 @@ class Engines(RolloutFleet):
                 versions_stay=self._adapters is not None,
             ),
             start_rollout=self._start_rollout,
-            check_alive=self.check_alive,
+            check_alive=self._check_served,
             on_outcome=self._group_ended,
             state=self._kept_buffer(),
             recheck_share=job.config.recheck_share,
@@ -573,7 +701,7 @@ class Engines(RolloutFleet):
 
     def close(self) -> None:
         """End generation, leave the update group and stop this run's servers."""
-        for part in (self._producer, self._publisher, self._control):
+        for part in (self._door, self._producer, self._publisher, self._control):
             if part is not None:
                 part.close()
         if self._agents is not None:

@@ -58,7 +58,7 @@ def start_servers(
 def _build_servers(
     config: RunConfig, hf: HfModelFacts, run_dir: Path, num_ranks: int | None = None
 ) -> list[SGLangServer]:
-    if not config.has_engines or config.rollout.rollout_external_engine_addrs:
+    if not config.has_engines or config.rollout.has_external_servers:
         return []
     checkpoint = config.served_checkpoint(run_dir)
     gpus = server_gpus_here(config, num_ranks)

@@ -16,7 +16,8 @@ from r3train.config.hf_facts import read_hf_facts
 from r3train.config.lora_settings import LoraSection
 from r3train.engine.adapters import AdapterPublisher, Adapters, adapter_flags
 from r3train.engine.backend import BadAnswer, EngineDied, EngineError, Request
-from r3train.engine.control import EngineControl, ServerVersions
+from r3train.engine.control import EngineControl
+from r3train.engine.members import Members
 from r3train.engine.supervisor import EngineSupervisor, ResubmittingBackend
 from r3train.hf_checkpoint import read_headers
 from r3train.peft_files import TENSORS
@@ -126,7 +127,7 @@ class Recorded:
     """An engine that records what it is told."""
 
     def __init__(self):
-        self.versions, self.calls = ServerVersions([None]), []
+        self.members, self.calls = Members(["h:1"]), []
 
     def load_adapter(self, name, path):
         self.calls.append(f"load {name}")
@@ -164,7 +165,7 @@ def test_versions_are_loaded_unloaded_when_too_old_and_loaded_again_after_a_rest
     def publish(version: int) -> list[str]:
         engine.calls.clear()
         published = publisher.publish(factors(glm), version=version)
-        assert engine.versions.all() == [version]
+        assert engine.members.all() == [version]
         assert published.num_bytes == sum(t.nbytes for _, t in factors(glm))
         return list(engine.calls)
 

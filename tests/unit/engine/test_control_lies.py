@@ -86,9 +86,9 @@ async def test_the_truth_is_understood():
             for name in names
         }
     assert answers["pool_tokens"] == 400 and answers["update_group_sizes"] == [2]
-    assert answers["text_ends"] == [range(99, 100)]
-    assert answers["weight_versions"] == ["3"]
-    assert answers["weight_checksums"] == [{"rank 0 w": "abc", "rank 1 w": "def"}]
+    assert answers["text_ends"] == {0: range(99, 100)}
+    assert answers["weight_versions"] == {0: "3"}
+    assert answers["weight_checksums"] == {0: {"rank 0 w": "abc", "rank 1 w": "def"}}
     assert answers["read_canary"].whole.log_probs.tolist() == [0, -0.5, -1.5]
 
 
@@ -148,6 +148,6 @@ async def test_only_the_whole_reading_of_a_canary_draws_tokens():
 
 async def test_a_server_with_pages_ends_a_text_up_to_two_pages_before_its_room():
     async with told([(("page_size",), 16)]) as (control, _):
-        assert await asyncio.to_thread(control.text_ends) == [range(69, 100)]
+        assert await asyncio.to_thread(control.text_ends) == {0: range(69, 100)}
     async with told([(("max_req_input_len",), KeyError)]) as (control, _):
-        assert await asyncio.to_thread(control.text_ends) == [None]
+        assert await asyncio.to_thread(control.text_ends) == {0: None}

@@ -85,7 +85,7 @@ async def test_a_server_that_could_not_drop_its_cache_does_so_when_it_is_idle(by
 
     async with control_of(Fake(server)) as engine:
         await asyncio.to_thread(update, engine)
-        assert engine.versions.all() == [7]
+        assert engine.members.all() == [7]
     assert calls.index("/flush_cache?timeout=60") < calls.index("/update_weight_version")
     assert calls.index(f"/update_weights_from_{by}") < calls.index("/flush_cache?timeout=60")
 
@@ -98,6 +98,7 @@ async def test_calls_reach_every_server():
         await client.abort()
         with EngineControl(client.http.urls) as engine:
             joined = engine.init_weights_update_group(
+                servers=[0, 1, 2],
                 master_address="h",
                 master_port=1,
                 rank_offsets=[1, 3, 4],
@@ -170,11 +171,11 @@ async def test_after_an_update_a_server_with_another_label_is_left_out():
     fakes = [Fake(holding("2")), Fake(holding("1"))]
     async with control_of(*fakes) as engine:
         await asyncio.to_thread(engine.update_weights_from_disk, "somewhere", weight_version=2)
-        assert engine.versions.all() == [2, None] and engine.versions.holders(2) == [0]
+        assert engine.members.all() == [2, None] and engine.members.holders(2) == [0]
         with pytest.raises(EngineError, match="no engine holds weight version 9"):
             await asyncio.to_thread(engine.update_weights_from_disk, "somewhere", weight_version=9)
         await asyncio.to_thread(engine.begin_weight_update)
-        assert engine.versions.all() == [None, None], "in the middle of one nobody knows"
+        assert engine.members.all() == [None, None], "in the middle of one nobody knows"
 
 
 async def test_servers_release_memory_when_idle_and_are_used_again_once_they_hold_all_of_it():
@@ -189,19 +190,19 @@ async def test_servers_release_memory_when_idle_and_are_used_again_once_they_hol
             await asyncio.to_thread(engine.keep_onloaded, *kinds)
             return [(path[1:], body.get("tags")) for path, body in zip(fake.paths, fake.bodies)]
 
-        engine.versions.record(2)
+        engine.members.record(2)
         released = [("flush_cache", None), ("release_memory_occupation", ["weights", "kv_cache"])]
         assert await hold() == released
         assert await hold() == []  # and once is enough
         assert await hold("weights") == [("resume_memory_occupation", ["weights"])]
         await asyncio.to_thread(engine.update_weights_from_disk, "somewhere", weight_version=3)
-        assert engine.versions.all() == [None], "a request would find no KV cache"
+        assert engine.members.all() == [None], "a request would find no KV cache"
         resumed = [("resume_memory_occupation", ["kv_cache"]), ("model_info", None)]
         assert await hold("weights", "kv_cache") == resumed
-        assert engine.versions.all() == [3]
+        assert engine.members.all() == [3]
         await hold("kv_cache")
         await hold("weights", "kv_cache")
-        assert engine.versions.all() == [None], "what came back is undefined"
+        assert engine.members.all() == [None], "what came back is undefined"
         await hold("weights")
         engine.restarted()
         assert await hold() == released
@@ -219,7 +220,7 @@ async def test_an_update_whose_last_bucket_had_no_label_is_an_error():
                 await asyncio.wrap_future(sent)
             with pytest.raises(EngineError, match=ending) if ending else nullcontext():
                 await asyncio.to_thread(engine.end_weight_update)
-            assert engine.versions.all() == [None if ending else 2]
+            assert engine.members.all() == [None if ending else 2]
 
 
 async def test_a_server_with_overlap_scheduling_is_refused_for_updates_in_flight():

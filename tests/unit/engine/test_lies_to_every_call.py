@@ -177,12 +177,12 @@ def update_in_parts(control):
     control.begin_weight_update()
     control.update_weights_from_distributed(names=[], weight_version=7).result(60)
     control.end_weight_update()
-    return control.versions.all()
+    return control.members.all()
 
 
 def update_from_disk(control):
     control.update_weights_from_disk("v7", weight_version=7)
-    return control.versions.all()
+    return control.members.all()
 
 
 def adapters(control):
@@ -195,11 +195,15 @@ def adapters(control):
 CONTROL = {
     "canary": ("/generate", canary, lambda found, _: read_as_it_is(found)),
     "server_info": ("/server_info", lambda c: c.pool_tokens(), lambda found, _: found == 400),
-    "model_info": ("/model_info", lambda c: c.weight_versions(), lambda found, _: found == ["0"]),
+    "model_info": (
+        "/model_info",
+        lambda c: c.weight_versions(),
+        lambda found, _: found == {0: "0"},
+    ),
     "checksums": (
         "/weights_checker",
         lambda c: c.weight_checksums(),
-        lambda found, _: found == [{"rank 0 w": "of 0"}],
+        lambda found, _: found == {0: {"rank 0 w": "of 0"}},
     ),
     "disk": ("/update_weights_from_disk", update_from_disk, lambda found, s: found == [7]),
     "its label": ("/model_info", update_from_disk, lambda found, s: found == [7]),

@@ -212,7 +212,10 @@ class Engine:
         if self.refuse:
             raise RuntimeError("no")
 
-    def update_group_sizes(self):
+    def present(self):
+        return [0, 1]
+
+    def update_group_sizes(self, servers):
         return [2, 1]
 
     def init_weights_update_group(self, **arguments):
@@ -400,7 +403,7 @@ async def held_to_their_checkpoint(servers, tmp_path, checkpoint) -> Comparison:
 
 async def test_of_two_servers_that_hold_the_actors_tensors_all_are_compared(tmp_path, checkpoint):
     found = await held_to_their_checkpoint([Holding(), Holding()], tmp_path, checkpoint)
-    assert (found.sent, found.held, found.unlike) == (1, [3, 3], [[], []])
+    assert (found.sent, found.held, found.unlike) == (1, {0: 3, 1: 3}, {0: [], 1: []})
     found.require_equal(3)
 
 
@@ -469,7 +472,10 @@ class DyingEngine:
         self.loaded[0].set_result(None)
         self.loaded[1].set_exception(RuntimeError("the server died"))
 
-    def update_group_sizes(self):
+    def present(self):
+        return []
+
+    def update_group_sizes(self, servers):
         return []
 
     def init_weights_update_group(self, **_arguments):
@@ -529,7 +535,7 @@ class SlowEngine(DyingEngine):
     def end_weight_update(self):
         self.log.append("ended")
 
-    def destroy_weights_update_group(self, group_name):
+    def destroy_weights_update_group(self, group_name, servers):
         pass
 
 

@@ -20,9 +20,9 @@ from r3train.engine.backend import (
     SamplingParams,
     sample_seed,
 )
-from r3train.engine.control import ServerVersions
 from r3train.engine.client import SGLangClient
-from r3train.engine.sglang_http import SGLangHTTP, base_url
+from r3train.engine.addresses import base_url
+from r3train.engine.sglang_http import SGLangHTTP
 from r3train.types import RouteShape
 from tests import whole_samples
 from tests.http_serving import serving
@@ -83,22 +83,6 @@ async def test_a_group_stays_on_one_server_and_groups_spread():
         await asyncio.gather(*calls)
     groups = [{int(body["rid"].split("-")[2]) // 4 for body in fake.bodies} for fake in fakes]
     assert [len(group) for group in groups] == [2, 2] and not groups[0] & groups[1]
-
-
-async def test_no_more_than_max_concurrency_are_in_flight():
-    running = peak = 0
-
-    async def count(_request, body):
-        nonlocal running, peak
-        running += 1
-        peak = max(peak, running)
-        await asyncio.sleep(0.02)
-        running -= 1
-        return web.json_response(answer_to(body))
-
-    async with client_of(Fake(count), max_concurrency=3) as client:
-        await asyncio.gather(*[one(client, i, i) for i in range(12)])
-    assert peak == 3
 
 
 async def test_a_refusal_carries_the_engines_words_and_the_sample_and_is_final():
@@ -217,7 +201,6 @@ def test_no_address_at_all_is_refused():
 
 
 async def test_a_server_that_missed_an_update_gets_no_request_until_it_has_it():
-    versions = ServerVersions([0, 0])
     fakes = [Fake(), Fake()]
 
     async def ask(client, group_id, weight_version):
@@ -239,7 +222,8 @@ async def test_a_server_that_missed_an_update_gets_no_request_until_it_has_it():
 
         return handle
 
-    async with client_of(*fakes, versions=versions) as client:
+    async with client_of(*fakes, versions=[0, 0]) as client:
+        versions = client.members
         await asyncio.gather(*[ask(client, i, 0) for i in range(8)])
         assert [len(fake.bodies) for fake in fakes] == [4, 4]
         versions.record(None)  # an update begins
@@ -258,8 +242,8 @@ async def test_a_server_that_missed_an_update_gets_no_request_until_it_has_it():
 
 
 async def test_a_text_is_not_computed_again_on_a_server_that_has_other_weights_by_now():
-    versions = ServerVersions([3])
-    async with client_of(Fake(), versions=versions) as client:
+    async with client_of(Fake(), versions=[3]) as client:
+        versions = client.members
         client._sent_routes = object()  # nothing is sent, so no row is read
         request = Request(0, 0, "p", np.array(PROMPT.token_ids), 0, SAMPLING, weight_version=3)
         for change, held in (
@@ -272,8 +256,7 @@ async def test_a_text_is_not_computed_again_on_a_server_that_has_other_weights_b
 
 
 async def test_where_no_server_ever_holds_the_weights_the_sample_says_so():
-    versions = ServerVersions([3, None])
-    async with client_of(Fake(), Fake(), versions=versions, request_timeout_s=0.3) as client:
+    async with client_of(Fake(), Fake(), versions=[3, None], request_timeout_s=0.3) as client:
         # after a restart of the servers it is sent again
         with pytest.raises(
             EngineUnreachable, match=r"sample 4: no server holds weight version 5 .*: 3, "

@@ -19,7 +19,7 @@ from r3train.engine.backend import (
     Request,
     SamplingParams,
 )
-from r3train.engine.control import EngineControl, ServerVersions
+from r3train.engine.control import EngineControl
 from r3train.types import RouteShape
 from tests.unit.fake_engine_server import (
     PROMPT,
@@ -332,10 +332,9 @@ async def test_a_version_that_no_server_was_given_is_asked_for_again():
         answer["meta_info"]["weight_versions"][0]["version"] = "7"
         return web.json_response(answer)
 
-    versions = ServerVersions([None])
-    versions.record(0)
     fake = Fake(first(1, future))
-    async with client_of(fake, versions=versions, max_bad_answers=2) as client:
+    async with client_of(fake, versions=[0], max_bad_answers=2) as client:
+        versions = client.members
         request = Request(
             0, 0, "p", PROMPT.token_ids, 4, SAMPLING, weight_version=0, exact_version=False
         )

@@ -9,7 +9,8 @@ import pytest
 from aiohttp import web
 
 from r3train.engine.backend import EngineError
-from r3train.engine.control import MEMORY, EngineControl, ServerVersions
+from r3train.engine.control import MEMORY, EngineControl
+from r3train.engine.members import Members
 from r3train.engine.sglang_http import SGLangHTTP
 from tests.unit.fake_engine_server import Fake
 
@@ -36,36 +37,36 @@ async def test_what_servers_confirmed_before_a_restart_says_nothing_about_the_ne
     fake = holding("3")
     async with control_of(fake) as engine:
         await asyncio.to_thread(engine.update_weights_from_disk, "somewhere", weight_version=3)
-        assert engine.versions.all() == [3]
+        assert engine.members.all() == [3]
         engine.restarted()
-        assert engine.versions.all() == [None]
+        assert engine.members.all() == [None]
         await asyncio.to_thread(engine.keep_onloaded, "weights")
         fake.paths.clear()
         await asyncio.to_thread(engine.keep_onloaded, *MEMORY)
         assert fake.paths == ["/resume_memory_occupation"]
-        assert engine.versions.all() == [None]
+        assert engine.members.all() == [None]
 
 
 async def test_a_server_that_was_in_use_and_says_another_label_is_used_no_more():
     async with control_of(holding("2"), holding("1")) as engine:
-        engine.versions.record(2)
+        engine.members.record(2)
         await asyncio.to_thread(engine.confirm_version, 2)
-        assert engine.versions.all() == [2, None] and engine.versions.holders(0) == [0]
+        assert engine.members.all() == [2, None] and engine.members.holders(0) == [0]
 
 
 async def test_during_an_update_from_disk_and_after_a_failed_one_no_version_is_known():
     seen, engine = [], None
 
     async def refuse(_request, _body):
-        seen.append(engine.versions.all())
+        seen.append(engine.members.all())
         return web.json_response({"success": False, "message": "no such file"}, status=400)
 
     async with control_of(Fake(refuse), Fake(refuse)) as engine:
-        engine.versions.record(1)
+        engine.members.record(1)
         with pytest.raises(EngineError, match="no such file"):
             await asyncio.to_thread(engine.update_weights_from_disk, "v2", weight_version=2)
         assert seen and all(versions == [None, None] for versions in seen)
-        assert engine.versions.all() == [None, None] and engine.versions.newest == 1
+        assert engine.members.all() == [None, None] and engine.members.newest == 1
 
 
 async def test_a_call_that_one_server_refuses_is_broken_off_on_the_others():
@@ -95,8 +96,9 @@ async def test_a_call_that_one_server_refuses_is_broken_off_on_the_others():
 
 
 def test_the_newest_version_that_a_server_ever_held_never_goes_back():
-    assert ServerVersions([None, None]).newest is None
-    versions = ServerVersions([4, 7, None])
+    addrs = ["h:1", "h:2", "h:3"]
+    assert Members(addrs).newest is None
+    versions = Members(addrs, [4, 7, None])
     assert versions.newest == 7
     for version, server in ((9, 0), (8, 1), (None, None), (3, None)):
         versions.record(version, server)

@@ -143,9 +143,7 @@ def held_by_a_run(steps: int, directory: Path) -> list[dict[str, int]]:
     with server() as addr:
         producer = Producer(
             rollout,
-            lambda: SGLangClient(
-                [addr], routes=ROUTES, max_concurrency=IN_FLIGHT, max_bad_answers=3
-            ),
+            lambda: SGLangClient([addr], routes=ROUTES, max_bad_answers=3),
             lambda group: Prompt(f"p:{group}", group, "text", PROMPT, None),
             RequestSettings(SamplingParams(LONGEST, may_stop_at=(9,))),
             start_rollout=FIRST,

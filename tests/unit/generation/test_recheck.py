@@ -24,14 +24,15 @@ from r3train.types import Rechecked
 class Engine(SimulatedEngine):
     """Computes texts again too; ``again_s`` seconds each, and ``broken`` ones not at all."""
 
-    num_servers = 1
-
     def __init__(self, *, again_s: float = 0.0, broken: bool = False, **how) -> None:
         super().__init__(**how)
         self.again_s, self.broken = again_s, broken
         self.rechecked: list[tuple[str, int, int, int, int]] = []
         self.at_once = self.at_most = 0
         self.held = 0  # requests for tokens that were sent before the noise was measured
+
+    def servers(self):
+        return [0]
 
     async def recheck(self, request, part, server=None):
         self.at_once += 1

@@ -35,7 +35,7 @@ def test_the_progress_of_a_restart_never_says_starting(tmp_path):
     with display.phase("starting SGLang") as phase:
         engines._show_starts_in(phase)
         loads()
-    engines._versions = SimpleNamespace(record=lambda version: None)
+    engines._members = SimpleNamespace(record=lambda version: None)
     engines._supervisor = SimpleNamespace(restart=loads)
     engines._publisher = SimpleNamespace(reconnect=lambda: None)
     before = len(out.getvalue())

@@ -32,12 +32,17 @@ class Servers:
 
     def __init__(self):
         self.calls, self.fails, self.dead = [], {}, None
+        self.servers = []
 
     def check_alive(self):
         if self.dead is not None:
             raise self.dead
 
-    def update_group_sizes(self):
+    def present(self):
+        return self.servers
+
+    def update_group_sizes(self, servers):
+        assert servers == self.servers
         return []
 
     def init_weights_update_group(self, **arguments):
@@ -50,12 +55,21 @@ class Servers:
     def end_weight_update(self):
         self.calls.append(("end",))
 
-    def destroy_weights_update_group(self, group_name):
+    def destroy_weights_update_group(self, group_name, servers):
         self.calls.append(("leave", group_name))
 
     def update_weights_from_distributed(
-        self, names, dtypes, shapes, group_name, load_format, flush_cache, weight_version=None
+        self,
+        names,
+        dtypes,
+        shapes,
+        group_name,
+        load_format,
+        flush_cache,
+        servers,
+        weight_version=None,
     ):
+        assert servers == self.servers
         self.calls.append(("bucket", group_name, names, weight_version, flush_cache))
         (name,) = names
         return self.done(self.fails.get(name))
@@ -142,6 +156,15 @@ def test_a_leader_sends_its_stage_in_a_group_of_its_own_and_the_version_comes_la
         servers.calls.clear()
     ranks.rank_0.close()
     assert servers.calls == [("leave", own), ("leave", others)]
+
+
+def test_where_other_servers_are_present_each_stage_has_a_new_group_and_leaves_its_old_one(ranks):
+    servers = ranks.servers
+    for version, servers.servers in ((1, [0]), (2, [0, 3]), (3, [0, 3])):
+        publish_both(ranks, ["own"], ["later"], version)
+    groups = [name for what, name in (c for c in servers.calls if len(c) == 2) if what == "join"]
+    left = [name for what, name in (c for c in servers.calls if len(c) == 2) if what == "leave"]
+    assert len(set(groups)) == 4 and sorted(left) == sorted(groups[:2])
 
 
 def test_a_leader_has_its_first_bucket_before_its_turn_and_broadcasts_nothing(ranks, monkeypatch):

@@ -14,7 +14,7 @@ from r3train.host_group import join_ranks, leave_ranks
 from r3train.loop import async_loop, weight_update
 from r3train.loop.async_loop import AsyncLoop
 from r3train.loop.device_turns import Disaggregated
-from r3train.loop.fleet import RankZero
+from r3train.loop.fleet import RankZero, RolloutFleet
 from r3train.loop.intake import Intake, Taken
 from r3train.loop.recovery import Recovery
 from r3train.loop.train_rollout import Trained
@@ -32,7 +32,7 @@ def one_rank():
     leave_ranks()
 
 
-class Servers:
+class Servers(RolloutFleet):
     """Rank 0's servers, which are lost in the update to ``lost_at``."""
 
     def __init__(self, lost_at: int) -> None:

@@ -1,0 +1,213 @@
+"""The door of a run (--rollout-engines-file): servers of others that join it and leave it while it goes on; a thread of rank 0.
+
+Every second it reads the addresses that are named, and asks all members for a sign of life:
+
+    a new address         the run's checks, the newest weights, the checksums of a server that holds them: it joins
+                          without such a server, or by broadcast: it joins, and gets its first request after an update
+    one that is refused   said once; tried again every 5 s, but what holds other weights not before its name was away
+    one that is away      no new request; it leaves when its calls have ended
+    no sign of life       it leaves, and its calls go on elsewhere
+
+``lock`` is held while a server gets weights, and while an update goes on: nobody joins in the middle of one.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from r3train.engine.address_files import read_addresses
+from r3train.engine.backend import EngineBusy, EngineError, EngineUnreachable
+from r3train.engine.control import EngineControl
+from r3train.engine.members import Members
+from r3train.engine.publish import WeightPublisher
+
+logger = logging.getLogger(__name__)
+
+_EVERY_S = 1.0
+_AGAIN_S = 5.0
+_SAID_EVERY_S = 30.0
+
+
+@dataclass(eq=False)
+class Door:
+    """Lets servers in and out.
+
+    source: the file or directory of their addresses.  examine: raises EngineError or ValueError for a server, by its number,
+    that does not go with the run.  publisher: makes the run's, once a server is known.  is_busy: whether a server has
+    requests.  note: says a line.
+    """
+
+    source: Path
+    members: Members
+    control: EngineControl
+    examine: Callable[[int], None]
+    publisher: Callable[[], WeightPublisher]
+    is_busy: Callable[[int], bool]
+    note: Callable[[str], None]
+    health_timeout_s: float
+    wait_s: float
+
+    def __post_init__(self) -> None:
+        self.lock = threading.Lock()
+        self._named: set[str] = set()  # as read at the last look
+        self._numbers: dict[str, int] = {}  # of named servers, by URL
+        self._not_before: dict[str, float] = {}  # when one is tried again
+        self._banned: set[str] = set()  # until their names were away
+        self._said: dict[str, str] = {}  # why a server was refused
+        self._alive: dict[int, float] = {}  # the last sign of life
+        self._deserted_since = self._next_line = 0.0
+        self._unreadable = ""
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="door", daemon=True)
+
+    def open(self) -> None:
+        """Begin, and wait until a server has joined; raises EngineError after ``wait_s``."""
+        self._deserted_since = time.monotonic()
+        self._thread.start()
+        while not self.members.present():
+            self.check()
+            time.sleep(0.1)
+
+    def check(self) -> None:
+        """Raise EngineError once no server was there for ``wait_s``."""
+        since = self._deserted_since
+        if since and time.monotonic() - since > self.wait_s:
+            raise EngineError(
+                f"no server has joined for {self.wait_s:g} s (--rollout-wait-for-servers-s): {self.source} names"
+                f" {len(self._named)}"
+            )
+
+    def _watch(self) -> None:
+        while not self._closed.is_set():
+            try:
+                self._look()
+            except EngineError as error:
+                logger.info("%s", error)  # a server left meanwhile
+            except Exception:  # noqa: BLE001 - the run goes on with the servers that it has
+                logger.exception("the servers that join and leave")
+            self._closed.wait(_EVERY_S)
+
+    def _look(self) -> None:
+        named = self._read()
+        self.let_lost_leave()
+        if named is not None:
+            self._take_back(named)
+            for url in sorted(named - self._banned):
+                server = self._numbers.get(url)
+                was_member = server in self.members.present() or self.members.is_gone(server)
+                if server is None or not was_member:
+                    self._try(url)
+        self._say_if_deserted()
+
+    def _read(self) -> set[str] | None:
+        """The URLs that are named; None where they cannot be read, or are being written."""
+        try:
+            named = read_addresses(self.source)
+        except (OSError, ValueError) as error:
+            if str(error) != self._unreadable:
+                self.note(f"servers stay as they are: {error}")
+            self._unreadable = str(error)
+            return None
+        self._unreadable = ""
+        is_settled, self._named = named == self._named, named
+        return named if is_settled else None
+
+    def _take_back(self, named: set[str]) -> None:
+        self._banned &= named
+        self._said = {url: why for url, why in self._said.items() if url in named}
+        present = self.members.present()
+        for url, server in list(self._numbers.items()):
+            if self.members.is_gone(server):
+                del self._numbers[url]
+                self._not_before[url] = time.monotonic() + _AGAIN_S
+                if server in self.members.refused:
+                    self._banned.add(url)
+            elif server in present and (url not in named or server in self.members.leaving):
+                self.members.take_back(server, f"{self.source} does not name it any more")
+                if not self.is_busy(server):
+                    self.members.leave(server, "its calls have ended", "left")
+
+    def let_lost_leave(self) -> None:
+        """Let servers leave that give no sign of life."""
+        # SGLang answers /health by a token of its own, which waits while weights are loaded
+        loads, now = not self.members.holders(0), time.monotonic()
+        errors = self.control.look_for_life(
+            "/model_info" if loads else "/health", self.health_timeout_s
+        )
+        if not loads and not self.members.holders(0):
+            return  # an update has begun
+        for server, error in errors.items():
+            if error is None:
+                self._alive[server] = time.monotonic()
+            elif (
+                type(error) is EngineUnreachable
+                or time.monotonic() - self._alive.setdefault(server, now) > self.health_timeout_s
+            ):
+                self.members.leave(server, f"no sign of life: {error}")
+
+    def _try(self, url: str) -> None:
+        if time.monotonic() < self._not_before.get(url, 0.0):
+            return
+        began = time.monotonic()
+        if url not in self._numbers:
+            self._numbers[url] = self.members.number(url)
+        server, examined = self._numbers[url], False
+        try:
+            self.examine(server)
+            examined = True
+            with self.lock:
+                version, why = self._bring(server)
+                self.members.join(server, version, f"{why}, {time.monotonic() - began:.2f} s")
+            self._said.pop(url, None)
+        except (EngineError, ValueError) as error:
+            self._not_before[url] = time.monotonic() + _AGAIN_S
+            if examined and not isinstance(error, (EngineBusy, EngineUnreachable)):
+                self._banned.add(url)
+            if self._said.get(url) != str(error):
+                self._said[url] = str(error)
+                self.members.refuse(server, str(error))
+
+    def _bring(self, server: int) -> tuple[int | None, str]:
+        """Bring a server to the newest weights; returns their version, None where an update has to, and how it was judged.
+
+        Raises ValueError for one that then holds others.
+        """
+        newest = self.members.newest
+        twins = self.members.holders(newest) if newest is not None else []
+        # without one to compare with, all ranks send the weights, and the actor judges
+        version = self.publisher().give(server) if twins else None
+        if version is None:
+            return None, "it gets its first request after an update"
+        label = self.control.weight_versions([server])[server]
+        checksums = self.control.weight_checksums([server, twins[0]])
+        own, twin = checksums[server], checksums[twins[0]]
+        wrong = sorted(name for name in own.keys() | twin.keys() if own.get(name) != twin.get(name))
+        if label != str(version):
+            raise ValueError(f"it says that it holds weights {label}, expected {version}")
+        if wrong:
+            names = ", ".join(wrong[:4])
+            raise ValueError(f"{len(wrong)} tensors are not those of server {twins[0]}: {names}")
+        return version, f"{len(own)} tensors are those of server {twins[0]}"
+
+    def _say_if_deserted(self) -> None:
+        now = time.monotonic()
+        if self.members.present():
+            self._deserted_since = 0.0
+        elif not self._deserted_since:
+            self._deserted_since, self._next_line = now, now
+        if self._deserted_since and now >= self._next_line:
+            self._next_line = now + _SAID_EVERY_S
+            self.note(
+                f"no server: waiting for one that {self.source} names, for {self.wait_s:g} s at most"
+            )
+
+    def close(self) -> None:
+        """End the thread. Idempotent."""
+        self._closed.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=10)

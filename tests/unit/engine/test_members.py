@@ -1,0 +1,194 @@
+"""Servers that come and go: their numbers, calls to all of them, and requests whose server is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from aiohttp import web
+
+from r3train.engine.backend import BadAnswer, EngineError, EngineUnreachable, Request
+from r3train.engine.client import SGLangClient
+from r3train.engine.members import Members
+from r3train.engine.sglang_http import SGLangHTTP
+from tests.unit.fake_engine_server import PROMPT, SAMPLING, Fake, answer_to, client_of, refuse
+
+REQUEST = Request(0, 0, "p", np.array(PROMPT.token_ids), 4, SAMPLING, weight_version=1)
+
+
+def fleet(count, versions=None):
+    """A fleet that changes, and what it tells: (server, what, version)."""
+    told = []
+    members = Members(
+        [f"h:{i}" for i in range(count)],
+        versions,
+        changes=True,
+        on_change=lambda c: told.append((c.server, c.what, c.version)),
+    )
+    return members, told
+
+
+def labelled(version):
+    """A handler of a server that holds this version."""
+
+    async def handle(_request, body):
+        answer = answer_to(body)
+        if "meta_info" in answer:
+            answer["meta_info"]["weight_versions"][0]["version"] = str(version)
+        return web.json_response(answer)
+
+    return handle
+
+
+async def wait_until(condition):
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def test_a_number_is_given_once_and_its_server_leaves_once():
+    members, told = fleet(1, [3])
+    second = members.number("h:9")
+    assert members.present() == [0] and second == 1
+    members.join(second, 3, "as server 0")
+    members.leave(0, "it died")
+    members.leave(0, "it died again")
+    third = members.number("h:0")  # started again at its address
+    assert third == 2 and members.is_gone(0) and not members.is_gone(third)
+    assert members.present() == [1] and members.all() == [None, 3, None]
+    assert told == [(1, "joined", 3), (0, "lost", 3)]
+
+
+def test_one_that_was_taken_back_gets_no_request_and_is_updated_until_it_leaves():
+    members, told = fleet(2, [3, 3])
+    members.take_back(0, "its name is away")
+    members.take_back(0, "still")
+    assert members.holders(3) == [1] and members.present() == [0, 1]
+    members.record(4)
+    members.leave(0, "its calls have ended", "left")
+    assert told == [(0, "leaving", 3), (0, "left", 4)]
+
+
+def test_what_a_server_that_left_says_afterwards_is_not_recorded():
+    members, _ = fleet(2, [3, 3])
+    members.leave(0, "lost")
+    members.record(4, 0)
+    assert members.all() == [None, 3] and members.newest == 3
+
+
+def test_a_new_one_has_held_no_weights_where_others_have():
+    members, _ = fleet(0)
+    first = members.number("h:1")
+    members.join(first, None, "")
+    assert not members.is_new(first), "nobody has held any"
+    members.record(0)
+    second = members.number("h:2")
+    members.join(second, None, "")
+    assert members.is_new(second) and not members.is_new(first)
+    members.record(None)
+    members.record(1)
+    assert not members.is_new(second)
+
+
+async def ask_all(fakes, versions, **how):
+    """Flush all servers; returns (who answered or the error, who stays)."""
+    async with client_of(*fakes, versions=versions, changes=True, **how) as client:
+        try:
+            found = sorted(await client.http.ask_all("flush_cache"))
+        except EngineError as error:
+            found = error
+        return found, client.members.present()
+
+
+async def gone(request, _body):
+    request.transport.abort()
+
+
+async def test_of_a_call_to_all_the_one_that_fails_leaves_and_the_others_go_on():
+    assert await ask_all([Fake(), Fake(refuse), Fake(gone)], [1, 1, 1]) == ([0], [0])
+
+
+async def test_what_all_refuse_is_the_calls_fault_and_all_stay():
+    error, present = await ask_all([Fake(refuse), Fake(refuse)], [1, 1])
+    assert "too long" in str(error) and present == [0, 1]
+
+
+async def test_where_all_are_lost_all_leave():
+    error, present = await ask_all([Fake(gone), Fake(gone)], [1, 1])
+    assert isinstance(error, EngineUnreachable) and present == []
+    with pytest.raises(EngineUnreachable, match="no server"):
+        members, _ = fleet(0)
+        await SGLangHTTP(members).ask_all("flush_cache")
+
+
+async def test_a_new_one_that_refuses_a_part_of_a_broadcast_leaves_and_the_broadcast_is_made_anew():
+    """It ends neither the run nor the others, whichever weights it has room for."""
+    async with client_of(Fake(), Fake(refuse), versions=[1, None], changes=True) as client:
+        with pytest.raises(EngineUnreachable, match="too long"):
+            await client.http.ask_all("flush_cache", servers=[0, 1])
+        assert client.members.present() == [0] and client.members.refused == {1}
+        client.members.record(2)
+        with pytest.raises(EngineError, match="too long"):  # one that took part before is named
+            await client.http.each(lambda server: refused(), [0])
+        assert client.members.present() == [0]
+
+
+async def refused():
+    raise EngineError("too long")
+
+
+async def test_the_request_of_a_lost_server_goes_on_elsewhere_with_its_tokens_and_the_newest_weights():
+    async with client_of(Fake(gone), Fake(labelled(2)), versions=[1, None], changes=True) as client:
+        call = asyncio.create_task(client.generate(replace(REQUEST, num_generated=5)))
+        await wait_until(lambda: client.members.present() == [1])
+        await asyncio.sleep(0.2)
+        assert not call.done(), "nobody holds the weights"
+        client.members.record(2)  # an update came meanwhile
+        segment = await asyncio.wait_for(call, 20)
+        assert segment.server == 1 and segment.weight_versions.tolist() == [2]
+        assert (client.moved_requests, client.moved_tokens) == (1, 5)
+
+
+async def test_calls_to_a_server_end_when_it_leaves_for_a_host_that_vanishes_closes_nothing():
+    hangs = asyncio.Event()
+
+    async def hang(_request, _body):
+        hangs.set()
+        await asyncio.sleep(600)
+
+    async with client_of(Fake(hang), Fake(labelled(1)), versions=[1, None], changes=True) as client:
+        call = asyncio.create_task(client.generate(REQUEST))
+        flush = asyncio.create_task(client.http.ask(0, "flush_cache"))
+        await hangs.wait()
+        assert client.is_busy(0)
+        await asyncio.to_thread(client.members.leave, 0, "no sign of life")
+        client.members.record(1, 1)
+        assert (await asyncio.wait_for(call, 20)).server == 1
+        assert not client.is_busy(0)
+        flush.cancel()
+
+
+async def test_a_server_that_answers_health_is_not_lost_by_an_answer_that_is_cut_short():
+    async def cut(request, body):
+        if request.path == "/health":
+            return web.json_response({})
+        return await gone(request, body)
+
+    async with client_of(Fake(cut), versions=[1], changes=True, max_bad_answers=2) as client:
+        with pytest.raises(BadAnswer):
+            await client.generate(REQUEST)
+        assert client.members.present() == [0]
+
+
+async def test_without_changes_a_lost_server_is_the_callers_to_handle():
+    async with client_of(Fake(gone), versions=[1]) as client:
+        with pytest.raises(EngineUnreachable):
+            await client.generate(REQUEST)
+        assert client.members.present() == [0]
+
+
+def test_a_client_of_a_fleet_needs_no_server_to_begin():
+    members, _ = fleet(0)
+    assert SGLangClient(members).servers() == []

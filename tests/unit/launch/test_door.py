@@ -1,0 +1,258 @@
+"""Servers that join a run and leave it: what they must hold, what is refused, and what is tried again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from types import SimpleNamespace
+
+import pytest
+from aiohttp import web
+
+from r3train.engine.backend import EngineError
+from r3train.engine.control import EngineControl
+from r3train.engine.members import Members
+from r3train.engine.publish import WeightPublisher
+from r3train.launch.start import door as module
+from r3train.launch.start.door import Door
+from tests.unit.fake_engine_server import Fake
+
+
+class Server(Fake):
+    """A server with a version label and checksums; ``loads`` is what it holds after it has loaded weights."""
+
+    def __init__(self, label="default", loads=("7", "right")):
+        super().__init__(self.answer)
+        self.label, self.holds, self.loads = label, "checkpoint", loads
+        self.hangs, self.statuses = asyncio.Event(), {}
+        self.hangs.set()
+
+    async def answer(self, request, _body):
+        await self.hangs.wait()
+        if status := self.statuses.get(request.path):
+            return web.json_response({"message": "not now"}, status=status)
+        if request.path == "/update_weights_from_disk":
+            self.label, self.holds = self.loads
+        if request.path == "/weights_checker":
+            return web.json_response({"ranks": [{"checksums": {"w": self.holds}}]})
+        return web.json_response({"weight_version": self.label, "success": True})
+
+
+class Disk(WeightPublisher):
+    """Gives version 7 from disk."""
+
+    def __init__(self, control):
+        self.control = control
+
+    def give(self, server):
+        self.control.update_weights_from_disk("v7", weight_version=7, server=server)
+        return 7
+
+
+@contextlib.asynccontextmanager
+async def fleet(tmp_path, monkeypatch, *fakes, gives=True, timeout_s=20.0, wait_s=60.0, **how):
+    """A door whose first server has joined and holds version 7; ``told`` has (server, what, why)."""
+    monkeypatch.setattr(module, "_EVERY_S", 0.02)
+    monkeypatch.setattr(module, "_AGAIN_S", 0.05)
+    async with contextlib.AsyncExitStack() as stack:
+        addrs = [await stack.enter_async_context(fake.running()) for fake in fakes]
+        told, source = [], tmp_path / "servers"
+        members = Members(
+            [], changes=True, on_change=lambda c: told.append((c.server, c.what, c.why))
+        )
+        control = stack.enter_context(EngineControl(members, timeout_s=how.pop("call_s", 20.0)))
+        it = SimpleNamespace(members=members, told=told, source=source, addrs=addrs, notes=[])
+        it.busy, it.control = set(), control
+        it.name = lambda *which: source.write_text("\n".join(addrs[i] for i in which))
+        it.door = Door(
+            source=source,
+            members=members,
+            control=control,
+            examine=how.pop("examine", lambda server: None),
+            publisher=lambda: Disk(control) if gives else WeightPublisher(),
+            is_busy=it.busy.__contains__,
+            note=it.notes.append,
+            health_timeout_s=timeout_s,
+            wait_s=wait_s,
+        )
+        stack.callback(it.door.close)
+        it.name(0)
+        await asyncio.to_thread(it.door.open)
+        fakes[0].label, fakes[0].holds = "7", "right"
+        members.record(7)
+        yield it
+
+
+async def until(condition):
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def whats(it):
+    return [(server, what) for server, what, _ in it.told]
+
+
+async def test_a_server_that_is_named_gets_the_newest_weights_and_joins_as_equal(
+    tmp_path, monkeypatch
+):
+    async with fleet(tmp_path, monkeypatch, Server(), second := Server()) as it:
+        it.name(0, 1)
+        await until(lambda: it.members.holders(7) == [0, 1])
+        assert "/update_weights_from_disk" in second.paths and it.members.newest == 7
+        assert whats(it) == [(0, "joined"), (1, "joined")]
+
+
+async def test_by_broadcast_it_joins_without_weights_and_so_does_one_that_nobody_can_vouch_for(
+    tmp_path, monkeypatch
+):
+    async with fleet(tmp_path, monkeypatch, Server(), Server(), gives=False) as it:
+        it.name(0, 1)
+        await until(lambda: it.members.present() == [0, 1])
+        assert it.members.holders(0) == [0]
+    async with fleet(tmp_path, monkeypatch, Server(), second := Server()) as it:
+        it.members.record(None)  # as after an update that failed
+        it.name(0, 1)
+        await until(lambda: it.members.present() == [0, 1])
+        assert it.members.all() == [None, None]
+        assert "/update_weights_from_disk" not in second.paths
+
+
+@pytest.mark.parametrize(
+    "loads, why",
+    [(("7", "wrong"), "not those of server 0: rank 0 w"), (("6", "right"), "weights 6")],
+)
+async def test_one_that_then_holds_other_weights_is_refused_until_its_name_was_away(
+    loads, why, tmp_path, monkeypatch
+):
+    async with fleet(tmp_path, monkeypatch, Server(), liar := Server(loads=loads)) as it:
+        it.name(0, 1)
+        await until(lambda: len(it.told) == 2)
+        assert it.told[1][:2] == (1, "refused") and why in it.told[1][2]
+        await asyncio.sleep(0.3)
+        assert liar.paths.count("/update_weights_from_disk") == 1 and len(it.told) == 2
+        it.name(0)
+        await asyncio.sleep(0.3)
+        liar.loads = ("7", "right")
+        it.name(0, 1)
+        await until(lambda: it.members.holders(7) == [0, 1])
+
+
+async def test_one_that_cannot_load_the_weights_is_refused_in_its_own_words(tmp_path, monkeypatch):
+    async with fleet(tmp_path, monkeypatch, Server(), other := Server()) as it:
+        other.statuses["/update_weights_from_disk"] = 400
+        it.name(0, 1)
+        await until(lambda: len(it.told) == 2)
+        assert it.told[1][1] == "refused" and "not now" in it.told[1][2]
+        await asyncio.sleep(0.3)
+        assert other.paths.count("/update_weights_from_disk") == 1
+
+
+async def test_one_whose_queue_is_full_or_whose_disk_is_slow_is_tried_again(tmp_path, monkeypatch):
+    async with fleet(tmp_path, monkeypatch, Server(), busy := Server(), call_s=0.3) as it:
+        busy.statuses["/update_weights_from_disk"] = 503
+        it.name(0, 1)
+        await until(lambda: len(it.told) == 2)
+        del busy.statuses["/update_weights_from_disk"]
+        await until(lambda: it.members.holders(7) == [0, 1])
+        assert [what for server, what in whats(it)[1:]][-1] == "joined"
+
+
+async def test_what_the_run_refuses_is_said_once_and_tried_again_without_weights(
+    tmp_path, monkeypatch
+):
+    refusals = ["dtype bfloat16"]
+
+    def examine(server):
+        if server and refusals:
+            raise ValueError(refusals[0])
+
+    async with fleet(tmp_path, monkeypatch, Server(), second := Server(), examine=examine) as it:
+        it.name(0, 1)
+        await until(lambda: len(it.told) == 2)
+        await asyncio.sleep(0.3)
+        assert it.told[1] == (1, "refused", "dtype bfloat16") and len(it.told) == 2
+        assert "/update_weights_from_disk" not in second.paths
+        refusals.clear()
+        await until(lambda: it.members.holders(7) == [0, 1])
+
+
+async def test_nobody_joins_in_the_middle_of_an_update(tmp_path, monkeypatch):
+    async with fleet(tmp_path, monkeypatch, Server(), Server()) as it:
+        with it.door.lock:
+            it.name(0, 1)
+            await asyncio.sleep(0.4)
+            assert it.members.present() == [0]
+        await until(lambda: it.members.present() == [0, 1])
+
+
+async def test_an_address_that_is_taken_back_leaves_when_its_calls_have_ended_and_may_come_back(
+    tmp_path, monkeypatch
+):
+    async with fleet(tmp_path, monkeypatch, Server(), Server()) as it:
+        it.name(0, 1)
+        await until(lambda: it.members.holders(7) == [0, 1])
+        it.busy.add(1)
+        it.name(0)
+        await until(lambda: it.members.holders(7) == [0])
+        it.name(0, 1)  # back before its calls have ended
+        await asyncio.sleep(0.3)
+        assert it.members.present() == [0, 1] and it.members.holders(7) == [0]
+        it.busy.clear()
+        await until(lambda: it.members.holders(7) == [0, 2])
+        assert whats(it)[2:] == [(1, "leaving"), (1, "left"), (2, "joined")]
+
+
+async def test_a_file_that_cannot_be_read_or_that_others_may_write_changes_nothing_and_is_said_once(
+    tmp_path, monkeypatch
+):
+    async with fleet(tmp_path, monkeypatch, Server(), Server()) as it:
+        for spoil in (lambda: it.source.unlink(), lambda: it.source.write_text("no port")):
+            spoil()
+            await asyncio.sleep(0.2)
+        it.name(1)
+        it.source.chmod(0o666)
+        await asyncio.sleep(0.3)
+        assert it.members.present() == [0] and whats(it) == [(0, "joined")]
+        said = [note for note in it.notes if "stay" in note]
+        assert len(said) == 3 and "key" in said[2]
+
+
+async def test_one_that_dies_and_one_that_hangs_leave_and_come_back_under_new_numbers(
+    tmp_path, monkeypatch
+):
+    fakes = Server(), Server(), Server()
+    async with fleet(tmp_path, monkeypatch, *fakes, timeout_s=0.5) as it:
+        it.name(0, 1, 2)
+        await until(lambda: it.members.holders(7) == [0, 1, 2])
+        fakes[2].hangs.clear()
+        fakes[1].statuses["/health"] = 503  # SGLang says so of a scheduler that does not answer
+        await until(lambda: it.members.present() == [0])
+        assert sorted(whats(it)[3:]) == [(1, "lost"), (2, "lost")]
+        fakes[2].hangs.set()
+        fakes[1].statuses.clear()
+        await until(lambda: len(it.members.holders(7)) == 3)
+        assert set(it.members.present()) == {0, 3, 4}
+
+
+async def test_while_weights_are_loaded_a_server_is_asked_for_no_token(tmp_path, monkeypatch):
+    async with fleet(tmp_path, monkeypatch, first := Server()) as it:
+        it.members.record(None)
+        await asyncio.sleep(0.2)
+        first.paths.clear()
+        await until(lambda: len(first.paths) > 3)
+        assert set(first.paths) == {"/model_info"}
+
+
+async def test_without_a_server_the_run_waits_says_so_and_ends_after_its_time(
+    tmp_path, monkeypatch
+):
+    async with fleet(tmp_path, monkeypatch, Server(), wait_s=0.5) as it:
+        it.door.check()
+        it.members.leave(0, "it died")
+        it.source.write_text("")
+        await until(lambda: any("no server" in note for note in it.notes))
+        time.sleep(0.6)
+        with pytest.raises(EngineError, match="rollout-wait-for-servers-s"):
+            it.door.check()
