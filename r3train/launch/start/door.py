@@ -94,9 +94,10 @@ class Door:
 
     def _look(self) -> None:
         named = self._read()
-        self.let_lost_leave()
         if named is not None:
             self._take_back(named)
+        self.let_lost_leave()
+        if named is not None:
             for url in sorted(named - self._banned):
                 server = self._numbers.get(url)
                 was_member = server in self.members.present() or self.members.is_gone(server)

@@ -207,8 +207,10 @@ class Engine:
         self.calls = []
         self.refuse = refuse
 
-    def update_weights_from_disk(self, model_path, *, weight_version, flush_cache=True):
-        self.calls.append((model_path, weight_version))
+    def update_weights_from_disk(
+        self, model_path, *, weight_version, flush_cache=True, server=None
+    ):
+        self.calls.append((model_path, weight_version, *([] if server is None else [server])))
         if self.refuse:
             raise RuntimeError("no")
 
@@ -236,6 +238,35 @@ def checkpoint(tmp_path):
         (path / name).write_text(json.dumps({"file": name}))
     (path / "model.safetensors.index.json").write_text("{}")
     return path
+
+
+@pytest.mark.parametrize("kind", [DiskPublisher, SharedMemoryPublisher])
+def test_a_server_that_joins_is_given_the_newest_version_that_servers_hold(
+    kind, tmp_path, checkpoint
+):
+    engine = Engine()
+    publisher = kind(
+        engine, directory=tmp_path / "weights", hf_checkpoint=checkpoint, bucket_bytes=40
+    )
+    assert publisher.give(3) is None and not engine.calls, "nobody has any yet"
+    for version in (1, 2):
+        publisher.publish(tensors(4, 9), version=version)
+        assert publisher.give(3) == version
+        path = engine.calls[-2][0]
+        assert engine.calls[-1] == (path, version, 3)
+    engine.refuse = True
+    with pytest.raises(RuntimeError):
+        publisher.publish(tensors(4, 9), version=3)
+    assert publisher.give(3) is None, "nobody knows what servers hold"
+    publisher.close()
+
+
+def test_a_server_elsewhere_is_refused_where_weights_are_sent_on_loopback():
+    local = DistributedPublisher(Engine(), bucket_bytes=40)
+    local.require_reach("http://localhost:1")
+    with pytest.raises(ValueError, match="update-weight-master-address"):
+        local.require_reach("http://10.0.0.7:30000")
+    DistributedPublisher(Engine(), bucket_bytes=40, master_address="10.0.0.1").require_reach("h:1")
 
 
 def test_the_disk_transport_leaves_one_whole_version(tmp_path, checkpoint):

@@ -325,3 +325,30 @@ def test_a_group_submitted_again_before_its_rollout_is_taken_is_waited_for():
         groups = producer.next_batch(0)
     assert [group[0][0].group_id for group in groups] == list(range(BATCH))
     assert Counter(o.outcome for o in outcomes) == {"regenerated": 1, "trained": BATCH}
+
+
+def test_of_servers_that_come_and_go_those_that_are_present_say_how_much_is_in_flight():
+    class Fleet(SimulatedEngine):
+        here = now = peak = 0
+
+        def servers(self):
+            return list(range(self.here))
+
+        async def generate(self, request):
+            self.now += 1
+            self.peak = max(self.peak, self.now)
+            try:
+                return await super().generate(request)
+            finally:
+                self.now -= 1
+
+    engine, peaks = Fleet(length=lambda _: 4), []
+    settings = dict(rollout_max_concurrency=None, sglang_server_concurrency=2)
+    with producer_of(engine, [], rollout_engines_file="f", **settings) as producer:
+        time.sleep(0.1)
+        assert not engine.peak, "nobody could answer"
+        for step, engine.here in enumerate((1, 3)):
+            engine.peak = 0
+            producer.next_batch(step)
+            peaks.append(engine.peak)
+    assert peaks == [2, 6]

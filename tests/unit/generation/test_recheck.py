@@ -31,8 +31,13 @@ class Engine(SimulatedEngine):
         self.at_once = self.at_most = 0
         self.held = 0  # requests for tokens that were sent before the noise was measured
 
+    serves = 0  # the server that answers
+
     def servers(self):
         return [0]
+
+    async def generate(self, request):
+        return replace(await super().generate(request), server=self.serves)
 
     async def recheck(self, request, part, server=None):
         self.at_once += 1
@@ -114,6 +119,21 @@ def test_every_sample_is_computed_again_under_its_own_version_and_none_is_held_u
     assert engine.held == 0, "the noise is measured before anything else is sent"
     assert engine.at_most == 1, "one at a time on a server"
     assert all(asked == held for _, _, asked, held, _ in engine.rechecked)
+
+
+def test_a_server_that_joins_is_measured_before_it_first_computes_a_sample_again():
+    engine = Engine()
+    with producer(engine) as p:
+        p.next_batch(0)
+        assert {again.server for _, again in p.rechecked().noise} == {0}
+        engine.serves = 3  # it has joined, and answers from now on
+        for version in (1, 2):  # of which the first was generated before
+            with p.quiesced():
+                engine.version = version
+                p.set_version(version)
+            p.next_batch(version)
+        noise = p.rechecked().noise
+    assert [again.server for _, again in noise] == [0] * 8 + [3] * 8
 
 
 def test_where_versions_stay_an_older_sample_is_computed_again_beside_newer_ones():

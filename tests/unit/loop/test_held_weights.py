@@ -29,12 +29,15 @@ class Fleet:
     """Servers whose one tensor has the checksum of a number each."""
 
     def __init__(self, *held: int):
-        self.held, self.error = list(held), None
+        self.held, self.error, self.dropped = list(held), None, []
 
     def weight_checksums(self, version):
         if self.error is not None:
             raise self.error
         return {i: {"rank 0 w": f"{h:08x}"} for i, h in enumerate(self.held)}, ["tp 1"] * 9
+
+    def drop(self, server, why):
+        self.dropped.append((server, why))
 
 
 def weights(fleet: Fleet, **settings) -> HeldWeights:
@@ -73,6 +76,15 @@ def test_an_external_server_may_have_held_what_this_run_sends_later():
     fleet.held = [3]
     with pytest.raises(NotServed, match="SAME: server 0, weight version 5: .* of weight version 3"):
         update(held, 5)
+
+
+def test_of_servers_that_come_and_go_one_that_holds_other_tensors_leaves_before_it_is_asked_for_any():
+    held = weights(fleet := Fleet(0, 0, 0), rollout_engines_file="f")
+    held.begin(0)
+    fleet.held = [1, 9, 1]
+    update(held, 1)
+    assert [server for server, _ in fleet.dropped] == [1] and "rank 0 w" in fleet.dropped[0][1]
+    assert held.count(1) == 2, "of those that stay"
 
 
 def test_servers_of_a_run_that_start_with_other_tensors_end_it_before_the_first_rollout():

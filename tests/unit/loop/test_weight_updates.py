@@ -17,6 +17,7 @@ from r3train.loop.device_turns import Disaggregated
 from r3train.loop.fleet import RankZero, RolloutFleet
 from r3train.loop.intake import Intake, Taken
 from r3train.loop.recovery import Recovery
+from r3train.loop.rollout_source import RolloutSource
 from r3train.loop.train_rollout import Trained
 from r3train.loop.weight_update import WeightUpdate
 from r3train.observe.console import RunDisplay
@@ -76,6 +77,37 @@ def test_new_servers_of_a_lora_run_are_sent_all_tensors_and_later_the_targets_al
         update.publish(version)
     # the first, one more, one that is lost and sent to the new servers, and one more
     assert alone == [False, True, True, False, True]
+
+
+class Deserted(Servers):
+    """Servers that come and go, of which none is left after the update to ``lost_at``."""
+
+    @property
+    def is_deserted(self):
+        return self.lost_at == -1
+
+
+def test_weights_that_nobody_is_there_to_get_are_made_up_for_when_a_server_has_joined(monkeypatch):
+    monkeypatch.setattr(
+        weight_update, "WeightIndex", lambda *of: SimpleNamespace(require=lambda *a, **k: 0)
+    )
+    versions, servers = [], Deserted(lost_at=1)
+    source = RolloutSource()
+    source.set_version = versions.append
+    update = WeightUpdate(
+        config=config(rollout_engines_file="f"),
+        hf=facts(),
+        actor=SimpleNamespace(hf_weights=lambda **how: iter(())),
+        rank_zero=RankZero(servers, RunDisplay(4, enabled=False), None, None),
+        turns=Disaggregated(),
+        recovery=Recovery(servers, enabled=True),
+        run_state=None,
+        sender=None,
+    )
+    update.set_source(source)
+    assert update.publish(1) == {} and versions == [1], "requests ask for it, and wait"
+    servers.lost_at = 0
+    assert update.revive(1, EngineDied("none holds them"))["rollout/weight_version"] == 1
 
 
 @pytest.mark.parametrize(
