@@ -210,7 +210,13 @@ def test_a_group_is_scored_as_a_whole_once_all_its_samples_are_there():
     assert first <= {ids[0] for ids in asked} and all(ids == sorted(ids) for ids in asked)
 
 
-def test_a_half_made_group_is_scored_as_a_whole_after_a_restart():
+@pytest.fixture
+def short_wait(monkeypatch):
+    """A snapshot does not wait long for rewards that never come."""
+    monkeypatch.setattr("r3train.generation.producer._REWARDS_AWAITED_S", 1.0)
+
+
+def test_a_half_made_group_is_scored_as_a_whole_after_a_restart(short_wait):
     async def hundreds(samples):
         return [100.0 + place for place, _ in enumerate(samples)]
 
@@ -219,11 +225,10 @@ def test_a_half_made_group_is_scored_as_a_whole_after_a_restart():
 
     settings = {"n_samples_per_prompt": 4, "num_rollout": 1, "rollout_max_concurrency": 16}
     with producer_of(engine(), {"scorer": GroupScorer(alone)}, **settings) as producer:
-        while len(producer._buffer._groups) < 3 or any(
-            len(group.samples) < 3 for group in producer._buffer._groups.values()
-        ):
+        while producer.stats()["finished_samples"] < 12:
             time.sleep(0.01)
-        state = producer._call(_buffer_state(producer))
+        state = producer.snapshot()
+    assert len(state.samples) == 9
     options = {"scorer": GroupScorer(score_group=hundreds), "state": state}
     with producer_of(engine(), options, **settings) as producer:
         groups = producer.next_batch(0)
@@ -233,7 +238,7 @@ def test_a_half_made_group_is_scored_as_a_whole_after_a_restart():
 
 
 @pytest.mark.parametrize("of_group", [False, True])
-def test_waiting_samples_of_another_reward_are_scored_again_and_not_generated(of_group):
+def test_waiting_samples_of_another_reward_are_scored_again_and_not_generated(of_group, short_wait):
     async def before(sample):
         return 0.1 if sample.sample_id % 4 < 2 else await asyncio.sleep(600)
 
@@ -247,7 +252,7 @@ def test_waiting_samples_of_another_reward_are_scored_again_and_not_generated(of
     with producer_of(engine(), {"scorer": GroupScorer(before)}, **settings) as producer:
         while producer.stats()["finished_samples"] < 12:
             time.sleep(0.01)
-        state = producer._call(_buffer_state(producer))
+        state = producer.snapshot()
     assert len(state.samples) == 6
     after = GroupScorer(score_group=now_for_all) if of_group else GroupScorer(now)
     options, backend = {"scorer": after, "state": replace(state, score_again=True)}, engine()
@@ -279,11 +284,6 @@ def test_a_complete_group_that_waits_is_trained_with_the_new_reward_alone(of_gro
     with producer_of(engine(), options) as producer:
         groups = producer.next_batch(0)
     assert [[reward for _, reward in group] for group in groups] == [[5.0] * 2] * 3
-
-
-async def _buffer_state(producer):
-    """The buffer as it is, without waiting for rewards."""
-    return producer._buffer.snapshot()
 
 
 def test_a_failed_generation_is_raised_by_whoever_waits_at_once():
