@@ -209,7 +209,8 @@ def train_options(function: Callable[..., Any], more: Sequence[click.Option] = (
         for table, flag in OVERRIDES.items():
             texts = given.pop(flag[2:].replace("-", "_"), ())
             if texts:
-                given[table] = dict(_assignment(text, flag) for text in texts)
+                with usage_errors():
+                    given[table] = dict(_assignment(text, flag) for text in texts)
         if ctx.meta["sglang"]:
             given["sglang"] = ctx.meta["sglang"]
         with usage_errors():
@@ -330,7 +331,7 @@ def _value(text: str) -> Any:
 def _assignment(text: str, flag: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not equals or not name.strip().isidentifier():
-        raise click.BadParameter(f"expected NAME=VALUE, got {text!r}", param_hint=flag)
+        raise ValueError(f"{flag}: expected NAME=VALUE, got {text!r}")
     return name.strip(), _value(value.strip())
 
 

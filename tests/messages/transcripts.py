@@ -11,6 +11,7 @@ shown, or the warnings of a dry run that goes on.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import shlex
 import shutil
@@ -141,7 +142,9 @@ def _printed(command: str, directory: Path) -> str:
         output = done.stdout + done.stderr
     for shown, words in SHOWN:
         output = re.sub(shown, words, output)
-    return output.replace(f"{directory}/", "").replace(f"{ROOT}/", "").strip()
+    for place in (directory, ROOT, os.path.relpath(ROOT, directory)):
+        output = output.replace(f"{place}/", "")
+    return output.strip()
 
 
 def _of_a_start(flags: list[str], environment: dict[str, str]) -> str:

@@ -210,51 +210,6 @@ def test_transformer_overrides_take_names_and_typed_values():
 
 
 @pytest.mark.parametrize(
-    "words, message",
-    [
-        ("--hf-chekpoint m", "'--hf-checkpoint'"),
-        ("--num_rollouts 1", "'--num-rollout'"),
-        (
-            "--use-rollout-routing-replay true",
-            "(true): --use-rollout-routing-replay is a switch and takes no value;"
-            " --no-use-rollout-routing-replay turns it off",
-        ),
-        (
-            "--no-plot false",
-            "(false): --no-plot is a switch and takes no value; --no-plot turns it",
-        ),
-        ("data.train_files=x", "(data.train_files=x): flags are --name value: --prompt-data x"),
-        ("+trainer.lr=1", "flags are --name value: --lr 1"),
-        ("actor.strategy=fsdp", "flags are --name value"),
-        ("--config a.toml --config=b.toml", "--config is given twice: a run has one file"),
-        ("--custom-rm-path rw.one", "expected module:function, such as rewards_here:short_answer"),
-        ("--custom-rm-path path/rw.py:f", "expected module:function, such as rewards_here"),
-        ("--rm-url h:1", "--rm-url: expected http://HOST:PORT or https://HOST, got 'h:1'"),
-        ("--run-name a/b", "--run-name: expected letters, digits, _, . and - only, got 'a/b'"),
-        (
-            "--eval-prompt-data data/a.jsonl a",
-            "--eval-prompt-data: 'data/a.jsonl' is no name of an evaluation set: expected a name and",
-        ),
-        ("--moe-zzz-qqq 1", "--transformer-override NAME=VALUE"),
-        ("--learning-rte 1", "'--learning-rte'. Did you mean learning_rate? Here it is lr."),
-        ("--optimizer adan", "Did you mean adam?"),
-        ("--lr fast", "'--lr': 'fast' is not a number."),
-        ("--num-rollout 1.5", "'--num-rollout': '1.5' is not an integer."),
-        ("--num-rollout 0", "--num-rollout: input should be greater than or equal to 1, got 0"),
-        ("--lr", "'--lr' requires an argument"),
-        ("--recompute-modules", "--recompute-modules needs at least one value"),
-        ("--sglang-tp-size 1 --sglang-tp-size 2", "given twice"),
-        ("--transformer-override moe", "expected NAME=VALUE, got 'moe'"),
-        ("--optimizer-override moe", "--optimizer-override: expected NAME=VALUE, got 'moe'"),
-        ("stray", "unexpected extra argument (stray)"),
-        ("--config nowhere.toml", "nowhere.toml: no such file, and no recipe of this name"),
-    ],
-)
-def test_a_wrong_flag_ends_with_code_2_and_says_what_is_wrong(words, message):
-    assert message in " ".join(refused(*words.split()).split())
-
-
-@pytest.mark.parametrize(
     "name, here", [pair for names in FRAMEWORKS.values() for pair in names.items()]
 )
 def test_a_setting_of_another_framework_is_answered_with_its_name_here(name, here):
