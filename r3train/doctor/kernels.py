@@ -11,7 +11,7 @@ from typing import Any
 from r3train.config import RunConfig
 from r3train.config.hf_facts import HfModelFacts, load_model_config
 from r3train.config.model_settings import TE_KERNELS
-from r3train.doctor.finding import Findings, fact, ok, problem, warning
+from r3train.launch.job.finding import Findings, fact, ok, problem, warning
 from r3train.engine.flags import server_fields
 from r3train.families import FAMILIES, weights_of
 from r3train.families.family import transformer_fields
@@ -82,7 +82,7 @@ def check_attention(config: RunConfig, hf: HfModelFacts, num_gpus: int) -> Findi
     backend = config.model.attention_backend
     if (
         not num_gpus or backend == "local" or hf.model_type not in FAMILIES
-    ):  # which check_job refuses
+    ):  # which preflight refuses
         return
     try:
         from transformer_engine.pytorch.attention.dot_product_attention import utils

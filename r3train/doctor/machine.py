@@ -12,15 +12,9 @@ from importlib import metadata
 from pathlib import Path
 
 from r3train.engine.refusals import SGLANG_RELEASE
-from r3train.doctor.finding import Finding, Findings, fact, ok, problem, room, warning
 from r3train.launch.estimate.memory_use import amount
-from r3train.launch.job.limits import (
-    Lack,
-    SHARED_MEMORY,
-    little_shared_memory,
-    shared_memory_bytes,
-    taken_port,
-)
+from r3train.launch.job.finding import Finding, Findings, fact, ok, problem, room, warning
+from r3train.launch.job.limits import taken_port
 
 # measured with r3train: another version may have moved the seams
 PINNED = {
@@ -186,18 +180,7 @@ def check_disk(subject: str, path: Path, parts: Mapping[str, float]) -> Findings
     yield room(subject, str(there), shutil.disk_usage(there).free, parts, remedy)
 
 
-def check_shared_memory(num_ranks: int) -> Findings:
-    """/dev/shm, where NCCL and torch have buffers for each rank; containers often give 64 MiB."""
-    if SHARED_MEMORY.is_dir():
-        needed = f"the ranks need about {amount(shared_memory_bytes(num_ranks))}"
-        text = f"{amount(shutil.disk_usage(SHARED_MEMORY).free)} are free, {needed}"
-        yield _judged("shared memory", little_shared_memory(num_ranks), text)
-
-
 def check_port(subject: str, host: str, port: object) -> Findings:
     """The run must be able to listen on ``port``, given as a number or as text."""
-    yield _judged(subject, taken_port(host, port), f"port {port} of {host} is free")
-
-
-def _judged(subject: str, lack: Lack | None, fine: str) -> Finding:
-    return ok(subject, fine) if lack is None else problem(subject, *lack)
+    lack = taken_port(host, port)
+    yield problem(subject, *lack) if lack else ok(subject, f"port {port} of {host} is free")

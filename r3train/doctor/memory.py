@@ -8,11 +8,9 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-import psutil
-
 from r3train.config import RunConfig
 from r3train.config.hf_facts import read_hf_facts
-from r3train.doctor.finding import Findings, ok, problem, room, warning
+from r3train.launch.job.finding import Findings, ok, problem, room, warning
 from r3train.doctor.machine import Node, check_disk, existing_parent
 from r3train.families.checks import check_family
 from r3train.launch.estimate.memory_use import (
@@ -21,7 +19,6 @@ from r3train.launch.estimate.memory_use import (
     amount,
     evidence_bytes,
     evidence_text,
-    host_bytes,
     served_bytes,
     server_fraction,
     stages,
@@ -31,18 +28,16 @@ from r3train.launch.estimate.memory_use import (
 from r3train.launch.gpus import server_gpus
 from r3train.launch.estimate.topology_search import MARGIN
 
-_HOST_MARGIN = 2 << 30
-
 
 def check_room(config: RunConfig, node: Node) -> Findings:
-    """GPUs, disk and host memory for the run; without a readable checkpoint less of it."""
+    """GPUs and disk for the run; without a readable checkpoint less of it."""
     model = fullest = None
     try:
         hf = read_hf_facts(config.model.hf_checkpoint)
         check_family(hf)
         model = Model(hf, config.lora)
         fullest = max(stages(config, model, node.world_size), key=lambda stage: stage.total)
-    except ValueError:  # check_job has said so
+    except ValueError:  # preflight has said so
         pass
     yield from check_gpus(config, node, fullest)
     run_dir, mode = config.run.run_dir or Path("runs"), config.trainer.update_weight_transfer_mode
@@ -62,10 +57,6 @@ def check_room(config: RunConfig, node: Node) -> Findings:
     if config.r3_check_enabled and model.hf.is_moe:
         free = shutil.disk_usage(existing_parent(run_dir)).free
         yield from check_evidence(config, model, node.world_size, free)
-    host = host_bytes(config, model, fullest, node.world_size, node.num_ranks, bool(node.num_gpus))
-    available = psutil.virtual_memory().available
-    remedy = "fewer ranks, a smaller model, a machine with more memory, or end other programs"
-    yield room("memory", "the host", available, host, remedy, margin=_HOST_MARGIN)
 
 
 def check_evidence(config: RunConfig, model: Model, world_size: int, free: float) -> Findings:

@@ -1,31 +1,19 @@
-"""The training command's own checks as findings."""
+"""Facts of a job that has passed its checks, and its servers' pools."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 
 from r3train.config import RunConfig
 from r3train.config.hf_facts import HfModelFacts
-from r3train.doctor.finding import Findings, fact, ok, problem, warning
 from r3train.engine.control import EngineControl
 from r3train.engine.key import engine_api_key
-from r3train.launch.job.checked_job import JobWarning
-from r3train.launch.job.preflight import PreflightError, preflight
+from r3train.launch.job.checked_job import Job
+from r3train.launch.job.finding import Findings, fact, ok, warning
 
 
-def check_job(config: RunConfig, world_size: int) -> Findings:
-    """The training command's own checks, a finding each; those of a good job come with its facts."""
-    try:
-        job = preflight(config, world_size, for_all_ranks=True, starts=False)
-    except PreflightError as error:
-        yield from _warnings(error.warnings)
-        for subject, text in error.faults:
-            remedy = "fix the setting or the file that it names (r3train docs configuration)"
-            yield problem(subject, text.strip(), remedy)
-        return
-    job.reward.close()
-    yield from _warnings(job.warnings)
+def facts_of_job(config: RunConfig, world_size: int, job: Job) -> Findings:
+    """The facts of a job without faults."""
     for address in config.rollout.rollout_external_engine_addrs:
         yield ok(f"server {address}", "answers, and its settings go with this run")
     yield ok("configuration", f"its rules hold for {world_size} rank(s)")
@@ -34,15 +22,11 @@ def check_job(config: RunConfig, world_size: int) -> Findings:
     for line in job.first_prompt:
         yield fact("prompts", line)
     yield ok("reward", f"{job.reward.name}, which can use the labels")
-    yield from check_pools(config, job.longest_prompt)
     yield ok("model", _model_text(job.hf))
 
 
-def check_pools(config: RunConfig, longest_prompt: int) -> Findings:
-    """The servers' KV pools, where their size is known, against what the requests need under R3.
-
-    longest_prompt: its tokens.
-    """
+def check_pools(config: RunConfig, job: Job) -> Findings:
+    """The servers' KV pools, where their size is known, against what the requests need under R3."""
     if not (config.replay.use_rollout_routing_replay and config.has_engines):
         return
     rollout = config.rollout
@@ -54,7 +38,7 @@ def check_pools(config: RunConfig, longest_prompt: int) -> Findings:
     else:
         given = rollout.sglang.get("max_total_tokens")
         pool = int(given) * rollout.rollout_num_engines if type(given) is int else None
-    shortage = rollout.pool_shortage(pool, longest_prompt)
+    shortage = rollout.pool_shortage(pool, job.longest_prompt)
     if shortage is not None:
         remedy = (
             "lower --rollout-max-concurrency, or raise --sglang-max-total-tokens or"
@@ -62,12 +46,7 @@ def check_pools(config: RunConfig, longest_prompt: int) -> Findings:
         )
         yield warning("KV pools", shortage, remedy)
     elif pool is not None:
-        yield ok("KV pools", rollout.pool_facts(pool, longest_prompt))
-
-
-def _warnings(found: Iterable[JobWarning]) -> Findings:
-    for each in found:
-        yield warning(each.subject, each.text, each.remedy)
+        yield ok("KV pools", rollout.pool_facts(pool, job.longest_prompt))
 
 
 def _model_text(hf: HfModelFacts) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
-from r3train.doctor.finding import Findings, ok, problem
+from r3train.launch.job.finding import Findings, ok, problem
 from r3train.patches import noted, without_refusals
 
 _REMEDY = "install the versions of requirements/constraints.txt"

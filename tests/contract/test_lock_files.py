@@ -20,7 +20,7 @@ from packaging.version import Version
 from benchmarks.gpu_smoke import STEPS
 from r3train.config import RunConfig
 from r3train.doctor.machine import CONFLICTS
-from r3train.launch.job.preflight import check_sinks
+from r3train.launch.job.model_checks import check_sinks
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -15,7 +15,7 @@ from r3train.config import RunConfig
 from r3train.config.hf_facts import read_hf_facts
 from r3train.config.options import parse_train_flags
 from r3train.families import tensor_shapes
-from r3train.doctor.finding import OK
+from r3train.launch.job.finding import OK
 from r3train.doctor.machine import Node
 from r3train.doctor.memory import check_gpus
 from r3train.hf_checkpoint import read_headers

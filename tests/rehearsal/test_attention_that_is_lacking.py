@@ -14,7 +14,7 @@ import torch
 
 from r3train.config import RunConfig
 from r3train.cpu import device as cpu_device
-from r3train.launch.job import preflight
+from r3train.launch.job import model_checks
 from r3train.verify.topologies import TOPOLOGIES
 from r3train.verify.verifier import Verifier
 from tests.published import RECIPES
@@ -49,16 +49,16 @@ def kernels(engine: Any, config: RunConfig, *, has_sinks: bool, version: str = "
 
 def is_refused(config: RunConfig, *, has_sinks: bool, version: str) -> bool:
     try:
-        preflight.check_layers_here(config)
+        model_checks.check_layers_here(config)
         if has_sinks:
-            preflight.check_sinks("gpt_oss", version, config)
+            model_checks.check_sinks("gpt_oss", version, config)
     except ValueError:
         return True
     return False
 
 
 def test_a_start_refuses_what_has_no_kernel_and_nothing_else(engine, monkeypatch):
-    monkeypatch.setattr(preflight, "visible_gpus", lambda: [0, 1])
+    monkeypatch.setattr(model_checks, "visible_gpus", lambda: [0, 1])
     monkeypatch.setattr(cpu_device, "uses_transformer_engine", lambda *_, **__: True)
     lacking = 0
     for bf16, cp, sinks, exchange, version in product(

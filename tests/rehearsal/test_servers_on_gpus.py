@@ -16,7 +16,7 @@ import pytest
 
 from r3train.config import RunConfig
 from r3train.config.hf_facts import read_hf_facts
-from r3train.doctor.finding import OK
+from r3train.launch.job.finding import OK
 from r3train.doctor.kernels import CARDS as CARD_NAMES, check_tuned_experts, served_experts
 from r3train.families.published import PUBLISHED
 from r3train.launch.estimate.memory_use import server_fraction

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from r3train.config import RunConfig
-from r3train.doctor.doctor_command import diagnose
-from r3train.doctor.finding import PROBLEM, WARNING, Finding
+from r3train.doctor.diagnosis import diagnose
+from r3train.launch.job.finding import PROBLEM, WARNING, Finding
 
 ROOT = Path(__file__).resolve().parents[2]
 

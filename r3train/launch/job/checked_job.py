@@ -12,13 +12,13 @@ from r3train.config import RunConfig
 from r3train.config.cross_checks import context_len
 from r3train.config.evaluation_settings import EvalDataset
 from r3train.config.hf_facts import HfModelFacts
-from r3train.config.sources import plain
 from r3train.cuda_environment import RANK_DEFAULTS
 from r3train.data.file_fingerprint import FileFingerprint, facts_fingerprint
 from r3train.data.curriculum import DifficultyOrder, PASS_RATES_FILE
 from r3train.data.order import MixedOrder, PromptOrder
 from r3train.data.prompts import shown
 from r3train.data.tokenizer import stop_token
+from r3train.launch.job.finding import Finding
 from r3train.rewards.scoring import Scorer
 from r3train.types import Prompt, RolloutSample
 
@@ -47,7 +47,7 @@ class Job:
     tokenizer: Any
     reward: Scorer
     prompt_file: FileFingerprint | None
-    warnings: tuple[JobWarning, ...] = ()
+    warnings: tuple[Finding, ...] = ()
     eval_data: tuple[EvalData, ...] = ()
     sizes: tuple[int, ...] = ()  # prompts of each file
     # of --loss-type sft; ``prompts`` holds their beginnings
@@ -152,18 +152,6 @@ def stop_token_ids(config: RunConfig, hf: HfModelFacts, tokenizer: Any) -> tuple
     rollout = config.rollout
     named = (stop_token(text, tokenizer) for text in rollout.rollout_stop)
     return tuple(dict.fromkeys((*hf.eos_token_ids, *rollout.rollout_stop_token_ids, *named)))
-
-
-@dataclass(frozen=True)
-class JobWarning:
-    """Settings or data that work, and probably not as they were meant."""
-
-    subject: str
-    text: str
-    remedy: str
-
-    def __str__(self) -> str:
-        return plain(f"warning: {self.text}: {self.remedy}")
 
 
 def would_run(job: Job, world_size: int) -> list[str]:

@@ -1,7 +1,6 @@
 """Ports, file descriptors, memory and trackers: what a start takes of its node.
 
-A check of one thing returns what is wrong and a remedy, or None.  ``check_node`` refuses a start with them, and
-the doctor reports them.
+A check of one thing returns what is wrong and a remedy, or None.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -21,11 +21,11 @@ import psutil
 
 from r3train.config import RunConfig
 from r3train.config.hf_facts import HfModelFacts
-from r3train.config.sources import raise_all
 from r3train.cuda_environment import visible_gpus
 from r3train.engine.addresses import LOOPBACK
-from r3train.launch.estimate.memory_use import amount, host_bytes, Model, stages
+from r3train.launch.estimate.memory_use import host_bytes, Model, stages
 from r3train.launch.gpus import torchruns_number
+from r3train.launch.job.finding import Findings, ok, problem, PROBLEM, room, warning, WARNING
 from r3train.observe.sinks import tracker_lacks
 
 Lack = tuple[str, str]
@@ -37,13 +37,12 @@ _PORT_FREED_S = 20.0
 _OTHER_FILES = 200
 
 
-def check_node(config: RunConfig) -> list[Lack]:
-    """Check that rank 0's node has the ports, file descriptors and devices of a start; the doctor does so too.
+def check_node(config: RunConfig) -> Findings:
+    """Check that rank 0's node has the ports, file descriptors and devices of a start.
 
     Waits a little for the ports where torchrun has started the job again: its last servers may still be
-    about to end.  Raises ConfigError with a line for each thing that is wrong.  A dry run may be on
-    another machine than the start will be: it refuses only what is a port nowhere, and the rest is
-    returned.
+    about to end.  A dry run may be on another machine than the start will be: what is a port nowhere is a
+    problem then, and the rest a warning.
     """
     restarted = torchruns_number("TORCHELASTIC_RESTART_COUNT", 0) > 0
     until, (host, ports) = time.monotonic() + restarted * _PORT_FREED_S, server_ports(config)
@@ -63,9 +62,13 @@ def check_node(config: RunConfig) -> list[Lack]:
     if config.has_engines:
         lacks.append(few_files(config.rollout.most_in_flight))
     lacks += [*device_lacks(config), *tracker_lacks(config)]
-    refused = [no_port(port) for port in ports] if config.run.dry_run else lacks
-    raise_all(f"{text}: {remedy}" for text, remedy in filter(None, refused))
-    return [lack for lack in lacks if lack is not None]
+    found = [*filter(None, lacks)]
+    if not config.run.dry_run:
+        yield from (problem("machine", *lack) for lack in found)
+        return
+    nowhere = [*filter(None, map(no_port, ports))]
+    yield from (problem("machine", *lack) for lack in nowhere)
+    yield from (warning("machine", *lack) for lack in found if lack not in nowhere)
 
 
 def device_lacks(config: RunConfig) -> Iterator[Lack]:
@@ -164,36 +167,31 @@ def shared_memory_bytes(num_ranks: int) -> int:
     return max(256 << 20, num_ranks * (128 << 20))
 
 
-def little_shared_memory(num_ranks: int) -> Lack | None:
+def check_shared_memory(num_ranks: int) -> Findings:
     """Hold the buffers of a node's ranks against /dev/shm, of which containers often give 64 MiB."""
     if not SHARED_MEMORY.is_dir():
-        return None
+        return
     free, needed = shutil.disk_usage(SHARED_MEMORY).free, shared_memory_bytes(num_ranks)
-    if free >= needed:
-        return None
     text = f"{SHARED_MEMORY} has {free >> 20:,} MiB, the ranks need about {needed >> 20:,} MiB"
-    return text, "docker run --shm-size=16g, or mount a larger tmpfs"
+    if free < needed:
+        yield warning("shared memory", text, "docker run --shm-size=16g, or mount a larger tmpfs")
+    else:
+        yield ok("shared memory", text)
 
 
-def little_memory(
-    config: RunConfig, hf: HfModelFacts, world_size: int, num_ranks: int
-) -> Lack | None:
+def check_memory(config: RunConfig, hf: HfModelFacts, world_size: int, num_ranks: int) -> Findings:
     """Hold what a node's ranks and their servers need of its memory against what is free.
 
-    Raises ValueError where a start here would need more than the node has at all.
+    A problem where a start here would need more than the node has at all.
     """
     try:
         model = Model(hf, config.lora)
         fullest = max(stages(config, model, world_size), key=lambda stage: stage.total)
     except ValueError:  # which other checks refuse
-        return None
-    on_gpus = bool(visible_gpus())
-    needed = sum(host_bytes(config, model, fullest, world_size, num_ranks, on_gpus).values())
+        return
+    parts = host_bytes(config, model, fullest, world_size, num_ranks, bool(visible_gpus()))
     memory, swap = psutil.virtual_memory(), psutil.swap_memory()
-    if memory.available >= needed:
-        return None
-    text = f"the host has {amount(memory.available)} of memory free, about {amount(needed)} needed"
-    remedy = "fewer ranks, a smaller model, or a machine with more memory (r3train doctor)"
-    if needed > memory.total + swap.total and not config.run.dry_run:
-        raise ValueError(f"{text}: {remedy}")
-    return text, remedy
+    remedy = "fewer ranks, a smaller model, a machine with more memory, or end other programs"
+    finding = room("memory", "the host", memory.available, parts, remedy)
+    fits = config.run.dry_run or sum(parts.values()) <= memory.total + swap.total
+    yield replace(finding, level=WARNING) if finding.level == PROBLEM and fits else finding

@@ -67,10 +67,10 @@ def main(config: RunConfig) -> None:
         for server in servers:
             held.callback(server.stop)
         with usage_errors():
-            from r3train.launch.job.preflight import preflight
+            from r3train.launch.job.preflight import By, preflight
 
-            for_node = for_node or rank == 0
-            job = preflight(config, world_size, for_all_ranks=rank == 0, for_node=for_node)
+            by = By.JOB if rank == 0 else By.NODE if for_node else By.RANK
+            job = preflight(config, world_size, by)
             if rank == 0:
                 raise_file_limit()
                 server_gpus_here(config)
@@ -90,11 +90,11 @@ def show_dry_run(config: RunConfig, world_size: int, num_ranks: int | None = Non
     from r3train.launch.estimate.estimate_lines import dry_run_lines
     from r3train.launch.gpus import gpus_here
     from r3train.launch.job.checked_job import would_run
-    from r3train.launch.job.preflight import PreflightError, preflight
+    from r3train.launch.job.preflight import By, PreflightError, preflight
 
     job, missing, longest, warnings = None, [], None, ()
     try:
-        job = preflight(config, world_size, for_all_ranks=True, num_ranks=num_ranks)
+        job = preflight(config, world_size, By.JOB, num_ranks)
     except PreflightError as error:
         missing = error.outside_settings if config.run.estimate else []
         if not missing:

@@ -81,7 +81,7 @@ def test_the_laptop_trains_a_model_that_reads_generated_questions(tmp_path, monk
     ids = tokenizer.encode(text, add_special_tokens=False)
     assert tokenizer.decode(ids) == text and len(ids) < 0.6 * len(text)
     config = RunConfig.from_toml(EXAMPLE / "laptop.toml")
-    job = preflight(config, 2, for_all_ranks=False)
+    job = preflight(config, 2)
     job.close()
     prompt = job.prompts[0].text
     assert prompt.startswith("<user>") and prompt.endswith("####.<eos><assistant>")

@@ -19,9 +19,10 @@ from aiohttp import web
 from click.testing import CliRunner
 
 from r3train.cli import main
-from r3train.doctor import doctor_command, machine
-from r3train.doctor.finding import FACT, OK, PROBLEM, WARNING, Finding, room
-from r3train.launch.job.preflight import preflight, PreflightError
+from r3train.doctor import diagnosis, machine
+from r3train.launch.job.finding import FACT, OK, PROBLEM, WARNING, Finding, room
+from r3train.launch.job.limits import check_shared_memory
+from r3train.launch.job.preflight import By, preflight, PreflightError
 from tests.unit.config.test_config import config
 from tests.unit.doctor_setups import ROOT, config_of, diagnose, worries
 from tests.unit.fake_engine_server import Fake
@@ -32,7 +33,7 @@ def quiet_machine(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     for name in ("MASTER_PORT", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(doctor_command, "gpus_here", lambda: (0, 0))
+    monkeypatch.setattr(diagnosis, "gpus_here", lambda: (0, 0))
 
 
 def test_a_good_set_up_is_quiet_and_ends_with_0(tiny, tmp_path):
@@ -236,18 +237,18 @@ def test_disk_and_memory_are_problems_without_room_and_fine_with_it(tmp_path, mo
     assert found.level == PROBLEM and "about 1048576.0 TiB needed" in found.text
     (found,) = machine.check_disk("run directory", tmp_path / "a", {"x": 1})
     assert found.level == OK
-    (found,) = machine.check_shared_memory(1 << 40)
-    assert found.level == PROBLEM and "--shm-size" in found.remedy
+    (found,) = check_shared_memory(1 << 40)
+    assert found.level == WARNING and "--shm-size" in found.remedy
     host = partial(room, "memory", "the host", parts={"x": 2 << 30}, remedy="", margin=2 << 30)
     levels = [host(has=n << 30).level for n in (1, 3, 5)]
     assert levels == [PROBLEM, WARNING, OK]
 
 
-def start_faults() -> list[tuple[str, str]]:
+def start_faults() -> list[str]:
     """The faults that end a start of settings without files before anything has started."""
     with pytest.raises(PreflightError) as error:
-        preflight(config(), 1, for_all_ranks=True)
-    return error.value.faults
+        preflight(config(), 1, By.JOB)
+    return [str(fault) for fault in error.value.faults]
 
 
 @pytest.mark.parametrize("length, fits", [(82, True), (83, False)])
@@ -258,7 +259,7 @@ def test_a_directory_is_too_long_for_sockets_where_the_kernel_refuses_theirs(
         directory = Path(short) / ("x" * (length - len(short) - 1))
         directory.mkdir()
         monkeypatch.setattr(tempfile, "tempdir", str(directory))
-        found = [line for _, line in start_faults() if str(directory) in line]
+        found = [line for line in start_faults() if str(directory) in line]
         assert [("TMPDIR" in line, "82" in line) for line in found] == [(True, True)] * (not fits)
         # as the server's guard and SGLang name them
         name = tempfile.NamedTemporaryFile(dir=tempfile.mkdtemp(prefix="r3t-"), delete=False).name
@@ -320,22 +321,22 @@ def test_version_conflicts_are_found(changes, cuda, subject, level):
     ],
 )
 def test_a_gpu_without_fused_attention_of_packs_is_named(capabilities, worried, monkeypatch):
-    monkeypatch.setattr(doctor_command, "gpus_here", lambda: (len(capabilities), 80 << 30))
+    monkeypatch.setattr(diagnosis, "gpus_here", lambda: (len(capabilities), 80 << 30))
     monkeypatch.setattr("torch.cuda.device_count", lambda: len(capabilities))
     monkeypatch.setattr("torch.cuda.get_device_capability", capabilities.__getitem__)
-    found = [f for f in doctor_command.diagnose(None, 1) if f.subject == "GPU"]
+    found = [f for f in diagnosis.diagnose(None, 1) if f.subject == "GPU"]
     assert [f.text.split(":")[0].split()[-1] for f in found] == worried
     assert all(f.level == WARNING and f.remedy for f in found)
 
 
 def test_on_gpus_the_machine_alone_is_asked_for_transformer_engines_part_for_torch(monkeypatch):
     """The image's smoke test: that part is compiled, and may be there and not import."""
-    monkeypatch.setattr(doctor_command, "gpus_here", lambda: (1, 80 * 10**9))
+    monkeypatch.setattr(diagnosis, "gpus_here", lambda: (1, 80 * 10**9))
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
 
     def asked() -> list[Finding]:
-        return [f for f in doctor_command.diagnose(None, 1) if f.subject == "Transformer Engine"]
+        return [f for f in diagnosis.diagnose(None, 1) if f.subject == "Transformer Engine"]
 
     (found,) = asked()
     assert (
@@ -344,7 +345,7 @@ def test_on_gpus_the_machine_alone_is_asked_for_transformer_engines_part_for_tor
     for name in ("transformer_engine", "transformer_engine.pytorch"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     assert [f.level for f in asked()] == [OK]
-    monkeypatch.setattr(doctor_command, "gpus_here", lambda: (0, 0))
+    monkeypatch.setattr(diagnosis, "gpus_here", lambda: (0, 0))
     assert not asked()
 
 

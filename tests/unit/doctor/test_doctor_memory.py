@@ -10,9 +10,9 @@ from click.testing import CliRunner
 
 from r3train.cli import main
 from r3train.config.hf_facts import read_hf_facts
-from r3train.doctor import doctor_command, memory
+from r3train.doctor import diagnosis, memory
 from r3train.doctor.machine import Node
-from r3train.doctor.finding import OK, PROBLEM, WARNING, Finding
+from r3train.launch.job.finding import OK, PROBLEM, WARNING, Finding
 from r3train.families.published import PUBLISHED
 from r3train.launch.estimate.memory_use import (
     Held,
@@ -31,7 +31,7 @@ def node_of_8_gpus(monkeypatch):
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr(doctor_command, "gpus_here", lambda: (8, 80 * GIB))
+    monkeypatch.setattr(diagnosis, "gpus_here", lambda: (8, 80 * GIB))
 
 
 def of(findings, subject: str) -> list[Finding]:
@@ -44,7 +44,7 @@ def test_ranks_of_other_nodes_are_not_this_nodes(node_of_8_gpus):
     assert not [f for f in of(findings, "devices") if f.level == PROBLEM]
     assert "8 of 96 ranks on this node" in of(findings, "devices")[0].text
     (shm,) = of(findings, "shared memory")
-    assert "the ranks need about 1.0 GiB" in shm.text
+    assert "the ranks need about 1,024 MiB" in shm.text
 
 
 def test_more_ranks_on_a_node_than_it_has_gpus_are_a_problem(node_of_8_gpus):
@@ -69,7 +69,7 @@ def test_ranks_of_this_node_are_given_or_known(arguments, environment, here, nod
 
 
 def test_on_cpus_all_ranks_are_here(monkeypatch):
-    monkeypatch.setattr(doctor_command, "gpus_here", lambda: (0, 0))
+    monkeypatch.setattr(diagnosis, "gpus_here", lambda: (0, 0))
     result = CliRunner().invoke(main, ["doctor", "--world-size", "4"], env={"LOCAL_WORLD_SIZE": ""})
     assert "4 of 4 ranks on this node" in result.output
 
@@ -165,7 +165,7 @@ def test_a_server_on_a_ranks_gpu_takes_its_share_of_it(flags, ranks, level, tiny
 def test_a_model_that_no_gpu_can_hold_is_a_problem_of_the_whole_command(
     tiny, node_of_8_gpus, monkeypatch
 ):
-    monkeypatch.setattr(doctor_command, "gpus_here", lambda: (8, 1 << 20))
+    monkeypatch.setattr(diagnosis, "gpus_here", lambda: (8, 1 << 20))
     (found,) = of(diagnose(config_of(tiny), 2), "GPU memory")
     assert found.level == PROBLEM
 

@@ -13,8 +13,8 @@ import torch
 
 from r3train.config import RunConfig
 from r3train.config.hf_facts import read_hf_facts
-from r3train.doctor import doctor_command, kernels
-from r3train.doctor.finding import FACT, OK, PROBLEM, WARNING
+from r3train.doctor import diagnosis, kernels
+from r3train.launch.job.finding import FACT, OK, PROBLEM, WARNING
 from tests.published import RECIPES, write_config
 from tests.unit.doctor_setups import config_of
 
@@ -245,10 +245,10 @@ def test_kernels_that_the_first_server_compiles_are_named():
 
 
 def test_the_doctor_says_all_of_it_on_a_machine_with_gpus(engine, tiny, monkeypatch):
-    monkeypatch.setattr(doctor_command, "gpus_here", lambda: (2, 80 * 10**9))
+    monkeypatch.setattr(diagnosis, "gpus_here", lambda: (2, 80 * 10**9))
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.delenv(kernels._CACHE_BASE, raising=False)
-    found = {f.subject: f for f in doctor_command.diagnose(config_of(tiny), 4)}
+    found = {f.subject: f for f in diagnosis.diagnose(config_of(tiny), 4)}
     assert found["cuDNN"].level in (OK, PROBLEM) and "9.24.0 in torch" in found["cuDNN"].text
     assert found["attention"].level == OK and found["flashinfer"].level == WARNING

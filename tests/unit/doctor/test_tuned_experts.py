@@ -13,7 +13,7 @@ from r3train.cli import main
 from r3train.config import RunConfig
 from r3train.config.hf_facts import HfModelFacts, read_hf_facts
 from r3train.doctor import kernels
-from r3train.doctor.finding import OK, WARNING, Finding
+from r3train.launch.job.finding import OK, WARNING, Finding
 from tests.published import RECIPES, write_config
 from tests.unit.doctor_setups import ROOT
 

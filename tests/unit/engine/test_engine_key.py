@@ -18,7 +18,7 @@ from click.testing import CliRunner
 from tests.unit.config.test_config import config
 from tests.unit.fake_engine_server import Fake, client_of, one
 
-from r3train.launch.job.preflight import check_external_server
+from r3train.launch.job.model_checks import check_external_server
 from r3train.commands.serve import serve
 from r3train.engine import launch_server, server as sglang_server
 from r3train.engine.backend import EngineError

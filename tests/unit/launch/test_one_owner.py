@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from r3train.config.options import train_options
-from r3train.doctor.finding import PROBLEM, WARNING
-from r3train.doctor.model_checks import check_job
+from r3train.launch.job.finding import PROBLEM, WARNING
+from r3train.doctor.diagnosis import diagnose
 from r3train.launch.job.run_dir import (
     claim_directories,
     open_run_dir,
@@ -142,7 +142,7 @@ def test_the_soft_limit_of_open_files_is_raised_and_the_hard_one_left():
 
 def test_the_doctor_warns_of_a_run_in_its_directory(tiny, tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
-    found = list(check_job(_config(tiny, "--run-dir", str(tmp_path)), 2))
+    found = list(diagnose(_config(tiny, "--run-dir", str(tmp_path)), 2))
     assert not [finding for finding in found if finding.level == PROBLEM], found
     warned = [finding for finding in found if "holds a run already" in finding.text]
     assert [finding.level for finding in warned] == [WARNING]

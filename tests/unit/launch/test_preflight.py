@@ -29,8 +29,9 @@ from r3train.config.options import parse_train_flags
 from r3train.cpu.device import prepare_device
 from r3train.data.tokenizer import load_tokenizer
 from r3train.launch.job.other_models import check_other_model, served_teacher
-from r3train.launch.job import preflight as preflight_module
-from r3train.launch.job.preflight import check_class, check_linear_kernels, check_sinks, preflight
+from r3train.launch.job import model_checks
+from r3train.launch.job.model_checks import check_class, check_linear_kernels, check_sinks
+from r3train.launch.job.preflight import By, preflight
 from r3train.launch.job.limits import server_ports
 from r3train.launch.job.resume import resume_point, run_facts
 from r3train.families.published import PUBLISHED, published_names
@@ -210,7 +211,7 @@ def test_a_nodes_first_rank_alone_reads_the_data(tiny, tmp_path, monkeypatch):
         preflight(config, 2)
     for name in ("read_data.load_prompts", "preflight.load_tokenizer", "preflight.check_trainable"):
         monkeypatch.setattr(f"r3train.launch.job.{name}", lambda *_, **__: 1 / 0)
-    job = preflight(config, 2, for_node=False)
+    job = preflight(config, 2, By.RANK)
     assert job.prompts == [] and resume_point(job).start_rollout_id == 3 and run_facts(job) == {}
     job.close()
     number = {"RANK": "2", "LOCAL_RANK": "1"}
@@ -278,7 +279,7 @@ def test_kernels_of_linear_attention_that_are_lacking_or_wrong_on_hopper_are_ref
             raise PackageNotFoundError(name)
         return found
 
-    monkeypatch.setattr(preflight_module, "version", version_of)
+    monkeypatch.setattr(model_checks, "version", version_of)
     if found >= "0.5":
         return check_linear_kernels("qwen3_next")
     with pytest.raises(ValueError, match=f"fla-core {found or 'is not installed'}; expected 0.5.2"):
@@ -300,7 +301,7 @@ def test_kernels_of_mamba_mixers_that_are_lacking_or_too_old_are_refused(found, 
             raise PackageNotFoundError(name)
         return found[name]
 
-    monkeypatch.setattr(preflight_module, "version", version_of)
+    monkeypatch.setattr(model_checks, "version", version_of)
     if said is None:
         return check_linear_kernels("nemotron_h")
     with pytest.raises(ValueError, match=f"nemotron_h on a CUDA device: {said}"):

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from r3train.doctor import patch_list
-from r3train.doctor.finding import OK, PROBLEM
+from r3train.launch.job.finding import OK, PROBLEM
 from r3train.doctor.patch_list import PatchList
 
 ROOM = Path(patch_list.__file__).parents[1]

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
+from r3train.config.sources import plain
 from r3train.launch.estimate.memory_use import amount
 
 OK, FACT, WARNING, PROBLEM = "ok", "fact", "warning", "problem"
@@ -13,12 +14,17 @@ OK, FACT, WARNING, PROBLEM = "ok", "fact", "warning", "problem"
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the doctor's report; ``remedy`` is empty where none is needed."""
+    """What a check has found; ``remedy`` is empty where none is needed."""
 
     level: str
     subject: str
     text: str
     remedy: str = ""
+
+    def __str__(self) -> str:
+        """Return the line of a start: a warning says that it is one."""
+        line = f"{self.text}: {self.remedy}" if self.remedy else self.text
+        return plain(f"warning: {line}") if self.level == WARNING else line
 
 
 # a check is a function that yields these
