@@ -24,7 +24,7 @@ from benchmarks.tiny_jobs import describe, tiny_model
 
 import torch
 
-from r3train.layout.microbatch import build_microbatch, slice_microbatch
+from r3train.layout.microbatch import build_microbatch, slice_microbatch, Streams
 from r3train.trainer.megatron import forward_step
 from r3train.trainer.megatron.actor import MegatronActor
 from r3train.types import RankSlice, RankTopology
@@ -69,9 +69,7 @@ def make_slice(num_tokens: int, prompt: int, vocab_size: int, place: RankTopolog
         )
         for i in range(NUM_SAMPLES)
     ]
-    return slice_microbatch(
-        build_microbatch(0, samples, cp_size=1, tp_size=1, route_shape=None), place
-    )
+    return slice_microbatch(build_microbatch(0, samples, Streams(), cp_size=1, tp_size=1), place)
 
 
 def arms(actor: MegatronActor, slices: list[RankSlice]) -> dict[str, Callable[[], Any]]:

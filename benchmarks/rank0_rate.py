@@ -90,7 +90,7 @@ class RankZero:
     def sample(self, addr: str, number: int) -> dict[str, float]:
         """Seconds of CPU time of each part of one sample's way."""
         from r3train.generation import stitch
-        from r3train.layout.microbatch import build_microbatch, slice_microbatch
+        from r3train.layout.microbatch import build_microbatch, slice_microbatch, Streams
         from r3train.loop.distribute import pack_records
         from r3train.loop.recorded import decoded_rows, Recorded
         from r3train.types import TrainSample
@@ -108,7 +108,7 @@ class RankZero:
         trained = TrainSample(sample, 0.0, np.ones(self.tokens, np.float32))
         for places in (self.places[:1], self.places[1:]):
             tp = places[0].tp_size
-            whole = build_microbatch(0, [trained], cp_size=1, tp_size=tp, route_shape=self.routes)
+            whole = build_microbatch(0, [trained], Streams(self.routes), cp_size=1, tp_size=tp)
             for place in places:
                 pack_records([slice_microbatch(whole, place)])
             marks.append(time.process_time())

@@ -52,7 +52,11 @@ from r3train.config.rollout_settings import RolloutSection  # noqa: E402
 from r3train.config.trainer_settings import TrainerSection  # noqa: E402
 from r3train.cpu import products as cpu_products  # noqa: E402
 from r3train.engine.server import free_port  # noqa: E402
-from r3train.layout.microbatch import build_microbatch, slice_microbatch  # noqa: E402
+from r3train.layout.microbatch import (  # noqa: E402
+    build_microbatch,
+    slice_microbatch,
+    Streams,
+)
 from r3train.verify.tiny import TinyOptions  # noqa: E402
 from r3train.trainer.megatron.actor import MegatronActor  # noqa: E402
 from r3train.trainer.megatron.replay import decoder_routers  # noqa: E402
@@ -213,7 +217,7 @@ def make_slices(
     half = num_samples // 2
     slices = [
         slice_microbatch(
-            build_microbatch(i, part, cp_size=1, tp_size=1, route_shape=shape), actor.topology
+            build_microbatch(i, part, Streams(shape), cp_size=1, tp_size=1), actor.topology
         )
         for i, part in enumerate((samples[:half], samples[half:]))
     ]

@@ -46,8 +46,8 @@ A microbatch holds streams that are aligned to rows.  Row t has token t as its i
 belongs to token t+1 moves back by one: labels, mask, log-probs, advantages, sampling masks.  Tokens and
 routes do not move:
 
->>> from r3train.layout.microbatch import build_microbatch, slice_microbatch
->>> batch = build_microbatch(0, [train], cp_size=2, tp_size=1, route_shape=shape, sampling_mask=True)
+>>> from r3train.layout.microbatch import build_microbatch, slice_microbatch, Streams
+>>> batch = build_microbatch(0, [train], Streams(shape, sampling_mask=True), cp_size=2, tp_size=1)
 >>> batch.tokens.tolist()
 [5, 6, 7, 1]
 >>> batch.labels.tolist()

@@ -15,7 +15,7 @@ nothing and has no route: 255 marks it.
 ...         finish_reason="stop", row_classes=np.zeros(len(tokens), np.uint8))
 ...     return TrainSample(sample, 1.0, sampled.astype(np.float32))
 >>> samples = [train_sample(0, [5, 6, 7, 8], 2, [15, 16, 17]), train_sample(1, [3, 4], 1, [13])]
->>> pack = build_microbatch(0, samples, cp_size=1, tp_size=1, route_shape=RouteShape(1, 1, 32))
+>>> pack = build_microbatch(0, samples, Streams(RouteShape(1, 1, 32)), cp_size=1, tp_size=1)
 >>> pack.tokens.tolist(), pack.labels.tolist(), pack.positions.tolist()
 ([5, 6, 7, 8, 3, 4], [6, 7, 8, 0, 4, 0], [0, 1, 2, 3, 0, 1])
 >>> pack.loss_mask.astype(int).tolist(), np.concatenate(pack.routes).ravel().tolist()
@@ -25,6 +25,7 @@ nothing and has no route: 255 marks it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -54,28 +55,38 @@ from r3train.types import (
 )
 
 
+@dataclass(frozen=True)
+class Streams:
+    """What the samples of a run carry besides their tokens.
+
+    route_shape: None without R3; for fresh_prefixes see ``current_versions``; sampling_mask: log-probs are those among the
+    tokens that sampling kept; teacher: samples carry a teacher's log-probs; index_topk: the choices of an indexer are
+    replayed.
+    """
+
+    route_shape: RouteShape | None = None
+    fresh_prefixes: bool = True
+    sampling_mask: bool = False
+    teacher: bool = False
+    index_topk: int | None = None
+
+
 def build_microbatch(
     microbatch_id: int,
     samples: Sequence[TrainSample],
+    streams: Streams,
     *,
     cp_size: int,
     tp_size: int,
-    route_shape: RouteShape | None,
-    fresh_prefixes: bool = True,
-    sampling_mask: bool = False,
-    teacher: bool = False,
-    index_topk: int | None = None,
     rollout_id: int = 0,
 ) -> MicroBatch:
     """Concatenate samples into row-aligned streams and lay them out.
 
-    ``route_shape`` is None without R3; ``tp_size`` 1 without sequence parallelism; for
-    ``fresh_prefixes`` see ``current_versions``; ``sampling_mask`` is True where log-probs are those among the
-    tokens that sampling kept; ``teacher`` where samples carry a teacher's log-probs; ``index_topk`` where the
-    choices of an indexer are replayed; ages are those in rollout ``rollout_id``.
+    ``tp_size`` is 1 without sequence parallelism; ages are those in rollout ``rollout_id``.
     Raises ValueError naming the sample whose routes, sampling masks, indexer's choices or teacher's log-probs are absent
     or misshapen, and one whose classes of rows are misshapen.
     """
+    route_shape, index_topk = streams.route_shape, streams.index_topk
     lengths = np.array([s.sample.num_tokens for s in samples], dtype=np.int32)
     routes = classes = None
     if route_shape is not None:
@@ -84,8 +95,8 @@ def build_microbatch(
     mask_counts = mask_ids = None
     versions = flat([np.append(s.sample.weight_versions[1:], -1) for s in samples], np.int32)
     for s in samples:
-        _check_sampling_mask(s.sample, sampling_mask)
-    if sampling_mask:
+        _check_sampling_mask(s.sample, streams.sampling_mask)
+    if streams.sampling_mask:
         # a sample begins with a prompt, which has none: the shift leaves the order of the ids
         mask_counts = shifted([s.sample.mask_counts for s in samples], np.int32)
         mask_ids = flat([s.sample.mask_ids for s in samples], np.int32)
@@ -95,7 +106,7 @@ def build_microbatch(
         parts = [_indexer_bits(s.sample, index_topk, route_shape.num_layers) for s in samples]
         chosen, chosen_rows = _flat_indexer_rows(parts, lengths, index_topk)
     teacher_log_probs = None
-    if teacher:
+    if streams.teacher:
         teacher_log_probs = shifted([_teacher_log_probs(s.sample) for s in samples], np.float32)
     return MicroBatch(
         microbatch_id=microbatch_id,
@@ -112,7 +123,8 @@ def build_microbatch(
             [token_uids(s.sample.sample_id, s.sample.num_tokens) for s in samples], np.int64
         ),
         row_versions=flat(
-            [current_versions(s.sample, fresh_prefixes=fresh_prefixes) for s in samples], np.int32
+            [current_versions(s.sample, fresh_prefixes=streams.fresh_prefixes) for s in samples],
+            np.int32,
         ),
         ages=np.where(versions < 0, 0, rollout_id - versions).clip(min=0).astype(np.int32),
         routes=routes,

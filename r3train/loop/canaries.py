@@ -40,6 +40,7 @@ from r3train.config.hf_facts import HfModelFacts
 from r3train.families import FAMILIES
 from r3train.host_group import host_group, rank_zero_alone
 from r3train.ids import split_uids
+from r3train.layout.microbatch import Streams
 from r3train.loop.distribute import broadcast_json, distribute_slices
 from r3train.loop.fleet import RankZero
 from r3train.loop.prepare import build_microbatches, deal_samples
@@ -454,7 +455,7 @@ class Canaries:
             ]
             dealt = deal_samples(samples, mine, self.config.trainer.max_tokens_per_gpu)
             shape = self.hf.route_shape if self._replays else None
-            microbatches = build_microbatches(dealt, mine, route_shape=shape)
+            microbatches = build_microbatches(dealt, mine, Streams(shape))
         lengths = broadcast_json([len(text) for text in texts])
         count = broadcast_json(microbatches and len(microbatches[0]))
         slices = distribute_slices(microbatches, self.topologies, count)

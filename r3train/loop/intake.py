@@ -11,7 +11,7 @@ from r3train.config.hf_facts import HfModelFacts
 from r3train.host_group import rank_zero_alone
 from r3train.loop.distribute import broadcast_json
 from r3train.loop.fleet import RankZero
-from r3train.loop.prepare import Plant, Prepared, prepare, train_samples
+from r3train.loop.prepare import Plant, Preparation, Prepared, train_samples
 from r3train.loop.rollout_source import RolloutSource
 from r3train.loop.route_transport import Routes
 from r3train.loop.run_state import RunState
@@ -127,14 +127,11 @@ class Intake:
         metrics = report_rollout(
             rollout_id, samples, groups_stats, self.config, writer, stats, before
         )
-        prepared = prepare(
-            rollout_id,
-            samples,
+        preparation = Preparation(
             self.config,
             self.hf,
             self.routes.row_shape,
             self.topologies,
-            passes=self.config.replay_passes,
-            plant=self.plant,
+            self.config.replay_passes,
         )
-        return prepared, metrics
+        return preparation.prepare(rollout_id, samples, self.plant), metrics

@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, groupby
-from typing import Any
 
 import numpy as np
 
@@ -33,6 +32,7 @@ from r3train.layout.microbatch import (
     current_versions,
     row_versions,
     rows_never_computed,
+    Streams,
 )
 from r3train.layout.provenance import classes_of_tokens, count_rows
 from r3train.loop.recorded import (
@@ -68,73 +68,67 @@ Plant = Callable[[int, Sequence[TrainSample]], list[TrainSample]]
 class Prepared:
     """A rollout on rank 0, ready to be sent."""
 
+    rollout_id: int
     samples: Sequence[TrainSample]  # as the rollout left them
     steps: Sequence[StepSamples]  # as they are trained
     microbatches: list[list[MicroBatch]]  # [dp][microbatches of all steps]
     counts: list[int]  # microbatches of one data-parallel rank, for each optimizer step
     # with the check on: totals of the recorded routes -> the expected evidence
-    expectation: Callable[[Recorded], StepExpectation] | None
+    expectation: Callable[[Recorded], StepExpectation] | None = None
 
 
-def prepare(
-    rollout_id: int,
-    samples: Sequence[TrainSample],
-    config: RunConfig,
-    hf: HfModelFacts,
-    row_shape: RouteShape | None,
-    topologies: Sequence[RankTopology],
-    *,
-    passes: tuple[str, ...],
-    plant: Plant | None = None,
-) -> Prepared:
-    """Deal a rollout's samples to the data-parallel ranks and pack them into microbatches.
+@dataclass(frozen=True)
+class Preparation:
+    """What every rollout of a run is prepared for.
 
     row_shape: the shape of a row of routes, None without R3; topologies: every rank's, by rank;
-    passes: those that run the routers; plant: spoils the samples that are trained, while fingerprints
-    are taken of ``samples`` as they are.
+    passes: those that run the routers.
     """
-    trained = samples if plant is None else plant(rollout_id, samples)
-    place = topologies[0]
-    microbatches: list[list[MicroBatch]] = [[] for _ in range(place.dp_size)]
-    counts: list[int] = []
-    steps: list[StepSamples] = []
-    share = len(trained) // config.steps_per_rollout
-    for start in range(0, share * config.steps_per_rollout, share):
-        weighted = weigh(
-            trained[start : start + share],
-            config.algorithm,
-            config.rollout.rollout_max_response_len,
-        )
-        dealt = deal_samples(weighted, place, config.trainer.max_tokens_per_gpu)
-        built = build_microbatches(
-            dealt,
-            place,
-            route_shape=row_shape,
-            first_microbatch_id=sum(counts),
-            rollout_id=rollout_id,
+
+    config: RunConfig
+    hf: HfModelFacts
+    row_shape: RouteShape | None
+    topologies: Sequence[RankTopology]
+    passes: tuple[str, ...]
+
+    @property
+    def streams(self) -> Streams:
+        """What the samples of a rollout carry besides their tokens."""
+        config = self.config
+        return Streams(
+            self.row_shape,
             fresh_prefixes=config.rollout.fresh_prefixes,
             sampling_mask=config.rollout.replays_sampling_mask,
             teacher=config.algorithm.asks_teacher,
-            index_topk=replayed_index_topk(config, hf),
+            index_topk=replayed_index_topk(config, self.hf),
         )
-        steps.append(dealt)
-        counts.append(len(built[0]))
-        for rank_microbatches, step_microbatches in zip(microbatches, built, strict=True):
-            rank_microbatches += step_microbatches
-    expectation = None
-    if config.r3_check_enabled:
-        expectation = partial(
-            step_expectation,
-            rollout_id,
-            samples,
-            steps,
-            num_microbatches=sum(counts),
-            config=config,
-            hf=hf,
-            topologies=topologies,
-            passes=passes,
-        )
-    return Prepared(samples, steps, microbatches, counts, expectation)
+
+    def prepare(
+        self, rollout_id: int, samples: Sequence[TrainSample], plant: Plant | None = None
+    ) -> Prepared:
+        """Deal a rollout's samples to the data-parallel ranks and pack them into microbatches.
+
+        plant: spoils the samples that are trained, while fingerprints are taken of ``samples`` as they are.
+        """
+        config, place = self.config, self.topologies[0]
+        trained = samples if plant is None else plant(rollout_id, samples)
+        most = config.rollout.rollout_max_response_len
+        microbatches: list[list[MicroBatch]] = [[] for _ in range(place.dp_size)]
+        counts: list[int] = []
+        steps: list[StepSamples] = []
+        share = len(trained) // config.steps_per_rollout
+        for start in range(0, share * config.steps_per_rollout, share):
+            weighted = weigh(trained[start : start + share], config.algorithm, most)
+            dealt = deal_samples(weighted, place, config.trainer.max_tokens_per_gpu)
+            built = build_microbatches(dealt, place, self.streams, sum(counts), rollout_id)
+            steps.append(dealt)
+            counts.append(len(built[0]))
+            for rank_microbatches, step_microbatches in zip(microbatches, built, strict=True):
+                rank_microbatches += step_microbatches
+        prepared = Prepared(rollout_id, samples, steps, microbatches, counts)
+        if not config.r3_check_enabled:
+            return prepared
+        return replace(prepared, expectation=partial(step_expectation, self, prepared))
 
 
 def train_samples(
@@ -212,17 +206,21 @@ def deal_samples(
 
 
 def build_microbatches(
-    samples: StepSamples, place: RankTopology, *, first_microbatch_id: int = 0, **settings: Any
+    samples: StepSamples,
+    place: RankTopology,
+    streams: Streams,
+    first_microbatch_id: int = 0,
+    rollout_id: int = 0,
 ) -> list[list[MicroBatch]]:
     """Pack an optimizer step's samples, [dp][microbatches].
 
     On each data-parallel rank the numbers of microbatches begin at ``first_microbatch_id``.
-    settings: those of ``build_microbatch`` that are not of the topology.
     """
-    sizes = {"cp_size": place.cp_size, "tp_size": place.tp_size if place.sequence_parallel else 1}
+    tp_size = place.tp_size if place.sequence_parallel else 1
+    sizes = {"cp_size": place.cp_size, "tp_size": tp_size, "rollout_id": rollout_id}
     return [
         [
-            build_microbatch(number, group, **sizes, **settings)
+            build_microbatch(number, group, streams, **sizes)
             for number, group in enumerate(groups, first_microbatch_id)
         ]
         for groups in samples
@@ -320,21 +318,12 @@ def _counted_versions(sample: RolloutSample, versions: np.ndarray, config: RunCo
 
 
 def step_expectation(
-    rollout_id: int,
-    samples: Sequence[TrainSample],
-    steps: Sequence[StepSamples],
-    recorded: Recorded,
-    *,
-    num_microbatches: int,
-    config: RunConfig,
-    hf: HfModelFacts,
-    topologies: Sequence[RankTopology],
-    passes: tuple[str, ...],
+    preparation: Preparation, prepared: Prepared, recorded: Recorded
 ) -> StepExpectation:
-    """The totals that a rollout's evidence must match, from the bytes that the engine sent.
-
-    samples: as the rollout left them; num_microbatches: of one rank, over all optimizer steps.
-    """
+    """The totals that a rollout's evidence must match, from the bytes that the engine sent."""
+    config, hf, passes = preparation.config, preparation.hf, preparation.passes
+    topologies, rollout_id = preparation.topologies, prepared.rollout_id
+    samples, steps = prepared.samples, prepared.steps
     bare = [scored.sample for scored in samples]
     num_rows = sum(sample.num_tokens for sample in bare)
     fresh = config.rollout.fresh_prefixes
@@ -343,7 +332,7 @@ def step_expectation(
     unknown = [rows_never_computed(sample) for sample in bare]
     num_ranks = topologies[0].dp_size
     # a layer is called once per microbatch on each rank of its stage
-    num_calls = num_microbatches * (len(topologies) // topologies[0].pp_size)
+    num_calls = sum(prepared.counts) * (len(topologies) // topologies[0].pp_size)
     streams: dict[StreamName, StreamExpectation] = {}
     by_rank: list[dict[StreamName, dict[int, int]]] = [{} for _ in range(num_ranks)]
 

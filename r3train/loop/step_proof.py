@@ -20,7 +20,7 @@ from r3train.loop.rollout_source import RolloutSource
 from r3train.loop.route_transport import Routes
 from r3train.proof.verdicts import FAILED, NO_EVIDENCE, PASSED, SUSPECT
 from r3train.proof.judge import StepVerdict
-from r3train.proof.live import prove_step
+from r3train.proof.live import LiveProof, StepClaims
 from r3train.proof.custody_verdict import CustodyRecord
 from r3train.proof.recheck_verdict import compare_rollout, log_probs_twice, RecheckRecord
 from r3train.proof.served_verdict import ServerRead
@@ -54,7 +54,14 @@ class StepProof:
     def __post_init__(self) -> None:
         self._start: int | None = None  # the first rollout that was asked about
         calibrating = 0 if self.config.trainer.ci_test else CALIBRATING
-        self._suspicions = Suspicions(self.config.suspect_limit, calibrating)
+        self._proof = self.evidence and LiveProof(
+            self.evidence,
+            self.hf.route_shape,
+            self.config.replay_passes,
+            self.config.mismatch_threshold,
+            Suspicions(self.config.suspect_limit, calibrating),
+            self.config.replay.r3_check_interval,
+        )
         self._without_recheck = 0  # rollouts in a row, of which no comparison was judged
         # rank 0: log-probs of the last judged step's rechecked tokens, as delivered and computed again
         self._twice: tuple[np.ndarray, np.ndarray] | None = None
@@ -74,25 +81,19 @@ class StepProof:
         self, rollout_id: int, prepared: Prepared | None, source: RolloutSource | None
     ) -> StepVerdict | None:
         """Prove the step's replay on all ranks; the verdict is on rank 0 only."""
-        assert self.evidence is not None
+        assert self._proof is not None
         records = self.actor.collect_evidence(rollout_id)
         recorded = self.routes.recorded(prepared)
         rechecked, missed = self._rechecked(rollout_id, prepared, source)
-        verdict = prove_step(
-            self.evidence,
-            records,
-            prepared.expectation(recorded) if prepared is not None else None,
-            self.hf.route_shape,
-            passes=self.config.replay_passes,
-            mismatch_threshold=self.config.mismatch_threshold,
-            suspicions=self._suspicions,
-            check_interval=self.config.replay.r3_check_interval,
-            rechecked=rechecked,
-            missed=missed,
-            custody=self._custody(rollout_id, prepared),
+        claims = StepClaims(
+            rechecked,
+            missed,
+            self._custody(rollout_id, prepared),
             served=self.canaries and self.canaries.served(rollout_id),
             held=self.held and self.held.count(rollout_id),
         )
+        expectation = prepared.expectation(recorded) if prepared is not None else None
+        verdict = self._proof.prove_step(records, expectation, claims)
         if verdict is not None:
             self._say(verdict)
         return verdict

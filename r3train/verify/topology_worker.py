@@ -46,11 +46,11 @@ from r3train.host_group import host_group  # noqa: E402
 from r3train.launch.start.build_actor import build_actor  # noqa: E402
 from r3train.launch.job.checked_job import Job  # noqa: E402
 from r3train.launch.job.resume import ResumePoint  # noqa: E402
-from r3train.loop.prepare import Plant, prepare  # noqa: E402
+from r3train.loop.prepare import Plant, Preparation  # noqa: E402
 from r3train.loop.route_transport import RoutesOnRank0  # noqa: E402
 from r3train.loop.distribute import broadcast_json, gather_json, gather_topologies  # noqa: E402
 from r3train.proof.judge import StepExpectation  # noqa: E402
-from r3train.proof.live import prove_step  # noqa: E402
+from r3train.proof.live import LiveProof  # noqa: E402
 from r3train.proof.writer import EvidenceWriter  # noqa: E402
 from r3train.trainer.megatron.actor import MegatronActor  # noqa: E402
 from r3train.trainer.megatron.export import export_hf_weights  # noqa: E402
@@ -175,14 +175,8 @@ class CaseRun:
             metrics = actor.train_step(slices, old, ref, weight_version=0)
             watch.begin(None)
         writer = EvidenceWriter(self.output / EVIDENCE_RUN, actor.topology.rank)
-        prove_step(
-            writer,
-            actor.collect_evidence(0),
-            expectation,
-            job.hf.route_shape,
-            passes=PASSES,
-            mismatch_threshold=job.config.mismatch_threshold,
-        )
+        proof = LiveProof(writer, job.hf.route_shape, PASSES, job.config.mismatch_threshold)
+        proof.prove_step(actor.collect_evidence(0), expectation)
         writer.close()
         place = actor.topology
         recording = asdict(watch.recording) | {
@@ -212,16 +206,8 @@ class CaseRun:
             if self.case.order_seed is not None:
                 order = np.random.default_rng(self.case.order_seed).permutation(len(samples))
                 samples = [samples[i] for i in order]
-            prepared = prepare(
-                0,
-                samples,
-                job.config,
-                job.hf,
-                routes.row_shape,
-                topologies,
-                passes=PASSES,
-                plant=self.plant,
-            )
+            given = (job.config, job.hf, routes.row_shape, topologies, PASSES)
+            prepared = Preparation(*given).prepare(0, samples, self.plant)
         count = broadcast_json(prepared.counts[0] if prepared else None)
         slices, recorded = routes.slices(prepared, count), routes.recorded(prepared)
         if self.case.order_seed is not None:

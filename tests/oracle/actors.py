@@ -23,7 +23,7 @@ from r3train.config import RunConfig
 from r3train.config.hf_facts import HfModelFacts
 from r3train.generation import stitch
 from r3train.host_group import host_group
-from r3train.layout.microbatch import slice_microbatch
+from r3train.layout.microbatch import slice_microbatch, Streams
 from r3train.loop.prepare import build_microbatches
 from r3train.routing.indexer_topk import num_words, to_bits
 from r3train.types import Prompt, RankSlice, RankTopology, RolloutSample, TrainSample
@@ -191,9 +191,7 @@ def actor_log_probs(
     slices = []
     for j in range(count):
         packed = [text] if mine.dp_rank == 0 and j == 0 else []
-        [[microbatch]] = build_microbatches(
-            [[packed]], mine, first_microbatch_id=j, route_shape=None
-        )
+        [[microbatch]] = build_microbatches([[packed]], mine, Streams(), first_microbatch_id=j)
         slices.append(slice_microbatch(microbatch, mine))
     log_probs = actor.compute_log_probs(slices, None, temperature=1.0)
     out = torch.zeros(len(token_ids), dtype=torch.float32)
@@ -212,7 +210,7 @@ def slices_of(
 ) -> tuple[list[RankSlice], list[list[list[int]]]]:
     """This rank's slices of one optimizer step, and the sample ids of [dp rank][microbatch]."""
     from r3train.launch.start.build_routes import build_routes
-    from r3train.loop.prepare import prepare
+    from r3train.loop.prepare import Preparation
     from r3train.loop.distribute import broadcast_json, gather_topologies
 
     topologies, prepared = gather_topologies(actor.topology), None
@@ -220,7 +218,8 @@ def slices_of(
     routes.open(actor.topology)
     plan = None
     if actor.topology.rank == 0:
-        prepared = prepare(0, batch, config, hf, routes.row_shape, topologies, passes=("train",))
+        given = (config, hf, routes.row_shape, topologies, ("train",))
+        prepared = Preparation(*given).prepare(0, batch)
         ids = [[[s.sample.sample_id for s in m] for m in own] for own in prepared.steps[0]]
         plan = [prepared.counts[0], ids]
     count, ids = broadcast_json(plan)

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,7 +23,7 @@ import torch.distributed as dist
 
 from r3train.config import RunConfig
 from r3train.host_group import join_ranks, leave_ranks
-from r3train.loop.prepare import prepare
+from r3train.loop.prepare import Preparation
 from r3train.loop.recorded import Recorded
 from r3train.loop.route_transport import RoutesOnRank0
 from r3train.loop.distribute import gather_json, pack_records
@@ -174,19 +173,14 @@ def check(name: str, dtype: type, corrupt: bool, steps_per_rollout: int) -> dict
     stores.open(topologies[rank])
     node, keys = stores.node, stores.keys or Keys(len(leaders))  # all ranks draw as rank 0 does
     rng, found = np.random.default_rng(7), {}
-    prepared_for = partial(
-        prepare,
-        config=config,
-        hf=hf,
-        topologies=topologies,
-        passes=("train",),
-    )
+    to_rank_0 = Preparation(config, hf, plain.row_shape, topologies, ("train",))
+    to_stores = replace(to_rank_0, row_shape=stores.row_shape)
     try:
         for rollout in range(2):
             samples = make_samples(rng, dtype, 100 * rollout)
             direct_of = None
             if rank == 0:
-                direct_of = prepared_for(rollout, samples, row_shape=plain.row_shape)
+                direct_of = to_rank_0.prepare(rollout, samples)
             [count] = gather_json(direct_of.counts if direct_of else None)[:1]
             count = sum(count)
             assert count > 1, "several microbatches"
@@ -201,7 +195,7 @@ def check(name: str, dtype: type, corrupt: bool, steps_per_rollout: int) -> dict
             dist.barrier()
             prepared = None
             if rank == 0:
-                prepared = prepared_for(rollout, kept, row_shape=stores.row_shape)
+                prepared = to_stores.prepare(rollout, kept)
             with counted_sends() as sent:
                 via = stores.slices(prepared, count)
             found[f"sent_{rollout}"] = dict(sent)

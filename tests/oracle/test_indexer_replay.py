@@ -78,8 +78,8 @@ def cases(checkpoint: Path, scratch: Path, own: list[np.ndarray]) -> dict[str, A
     """Of each topology and bug, the stages and quantities that failed; in a rank."""
     from r3train.launch.start.build_routes import build_routes
     from r3train.loop.distribute import broadcast_json, gather_topologies
-    from r3train.loop.prepare import prepare
-    from r3train.proof.live import prove_step
+    from r3train.loop.prepare import Preparation
+    from r3train.proof.live import LiveProof
     from r3train.proof.writer import EvidenceWriter
     from tests.oracle.planted import planted_by
 
@@ -98,8 +98,8 @@ def cases(checkpoint: Path, scratch: Path, own: list[np.ndarray]) -> dict[str, A
                 with bug.planted(config, hf) if bug else nullcontext():
                     prepared = None
                     if actor.topology.rank == 0:
-                        given = (config, hf, routes.row_shape, topologies)
-                        prepared = prepare(step, batch, *given, passes=PASSES)
+                        given = (config, hf, routes.row_shape, topologies, PASSES)
+                        prepared = Preparation(*given).prepare(step, batch)
                     count = broadcast_json(prepared and prepared.counts[0])
                     slices = routes.slices(prepared, count)
                     old = actor.compute_log_probs(slices, "old_log_prob", weight_version=step)
@@ -107,13 +107,8 @@ def cases(checkpoint: Path, scratch: Path, own: list[np.ndarray]) -> dict[str, A
                     actor.train_step(slices, old, ref, weight_version=step)
                 recorded = routes.recorded(prepared)
                 evidence = EvidenceWriter(scratch / case, actor.topology.rank)
-                verdict = prove_step(
-                    evidence,
-                    actor.collect_evidence(step),
-                    prepared and prepared.expectation(recorded),
-                    hf.route_shape,
-                    passes=PASSES,
-                    mismatch_threshold=1.0,
+                verdict = LiveProof(evidence, hf.route_shape, PASSES, 1.0).prove_step(
+                    actor.collect_evidence(step), prepared and prepared.expectation(recorded)
                 )
                 evidence.close()
                 if verdict is not None:

@@ -111,7 +111,7 @@ def step(config: Any, hf: HfModelFacts, batch: Sequence[TrainSample]) -> dict[st
     """The passes of a rollout with one optimizer step, as production makes them: all that comes of them."""
     from r3train.launch.start.build_routes import build_routes
     from r3train.loop.distribute import broadcast_json, gather_topologies
-    from r3train.loop.prepare import prepare
+    from r3train.loop.prepare import Preparation
     from r3train.trainer.megatron import lora
     from r3train.trainer.megatron.export import export_hf_weights
 
@@ -120,7 +120,8 @@ def step(config: Any, hf: HfModelFacts, batch: Sequence[TrainSample]) -> dict[st
         routes = build_routes(config, hf)
         routes.open(actor.topology)
         if actor.topology.rank == 0:
-            prepared = prepare(0, batch, config, hf, routes.row_shape, topologies, passes=PASSES)
+            given = (config, hf, routes.row_shape, topologies, PASSES)
+            prepared = Preparation(*given).prepare(0, batch)
         slices = routes.slices(prepared, broadcast_json(prepared and prepared.counts[0]))
         old, ref = (
             actor.compute_log_probs(slices, name, weight_version=version, loss_rows_only=True)

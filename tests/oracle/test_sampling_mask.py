@@ -50,9 +50,9 @@ def with_sampling_mask(hf: HfModelFacts, batch: list[TrainSample]) -> list[Train
 def cases(checkpoint: Path, scratch: Path) -> dict[str, Any]:
     """Of each topology: old log-probs by token uid, and of each bug the quantities that failed."""
     from r3train.launch.start.build_routes import build_routes
-    from r3train.loop.prepare import prepare
+    from r3train.loop.prepare import Preparation
     from r3train.loop.distribute import broadcast_json, gather_topologies
-    from r3train.proof.live import prove_step
+    from r3train.proof.live import LiveProof
     from r3train.proof.writer import EvidenceWriter
     from tests.oracle.planted import planted_by
 
@@ -84,9 +84,8 @@ def cases(checkpoint: Path, scratch: Path) -> dict[str, Any]:
                     prepared = None
                     if actor.topology.rank == 0:
                         batch = with_sampling_mask(hf, samples(hf, LENGTHS))
-                        prepared = prepare(
-                            step, batch, config, hf, routes.row_shape, topologies, passes=PASSES
-                        )
+                        given = (config, hf, routes.row_shape, topologies, PASSES)
+                        prepared = Preparation(*given).prepare(step, batch)
                     count = broadcast_json(prepared and prepared.counts[0])
                     slices = routes.slices(prepared, count)
                     old, ref = (
@@ -96,13 +95,8 @@ def cases(checkpoint: Path, scratch: Path) -> dict[str, Any]:
                     actor.train_step(slices, old, ref, weight_version=step)
                 recorded = routes.recorded(prepared)
                 evidence = EvidenceWriter(scratch / f"{name}{bug}", actor.topology.rank)
-                verdict = prove_step(
-                    evidence,
-                    actor.collect_evidence(step),
-                    prepared and prepared.expectation(recorded),
-                    hf.route_shape,
-                    passes=PASSES,
-                    mismatch_threshold=1.0,
+                verdict = LiveProof(evidence, hf.route_shape, PASSES, 1.0).prove_step(
+                    actor.collect_evidence(step), prepared and prepared.expectation(recorded)
                 )
                 evidence.close()
                 if verdict is not None:

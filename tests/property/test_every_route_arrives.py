@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from r3train.config.pipeline_layout import parse_pipeline_layout
 from r3train.cpu.device import prepare_device
-from r3train.layout.microbatch import build_microbatch, slice_microbatch
+from r3train.layout.microbatch import build_microbatch, slice_microbatch, Streams
 from r3train.loop.prepare import build_microbatches, deal_samples
 from r3train.ids import token_uids
 from r3train.config.pipeline_layout import stage_layer_numbers
@@ -112,7 +112,7 @@ def test_every_real_sample_position_and_layer_reaches_exactly_its_place(
     ]
     shape = RouteShape(t["num_layers"], TOPK, 300)
     dealt = deal_samples(samples, places[0], budget)
-    built = build_microbatches(dealt, places[0], route_shape=shape)
+    built = build_microbatches(dealt, places[0], Streams(shape))
     last_rows = [token_uids(i, n)[-1] for i, n in enumerate(lengths)]
     arrivals: dict[tuple[int, int], list] = {}
     for place in places:
@@ -179,7 +179,7 @@ def test_rows_of_paper_size_reach_their_layers(num_layers, stages, ranks, shape)
     base = sample_of(5, num_tokens, 1)
     sample = replace(base, sample=replace(base.sample, routed_experts=routes))
     microbatch = build_microbatch(
-        0, [sample], cp_size=2, tp_size=4, route_shape=RouteShape(num_layers, topk, num_experts)
+        0, [sample], Streams(RouteShape(num_layers, topk, num_experts)), cp_size=2, tp_size=4
     )
     uid0 = token_uids(5, num_tokens)[0]
     seen = np.zeros((num_tokens - 1, num_layers), dtype=np.int64)

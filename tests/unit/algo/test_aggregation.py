@@ -8,6 +8,7 @@ from tests.unit.algo.rollouts import sample
 
 from r3train.algo.trajectories import loss_weights
 from r3train.config.algorithm_settings import AlgorithmSection
+from r3train.layout.microbatch import Streams
 from r3train.loop.prepare import build_microbatches, weigh
 from r3train.types import RankTopology, TrainSample
 
@@ -77,7 +78,7 @@ def test_a_first_token_that_is_trained_has_no_row_and_does_not_count(aggregation
     samples = [TrainSample(s, 0.0, np.zeros(s.num_tokens, np.float32)) for s in whole]
     algorithm = AlgorithmSection(loss_aggregation=aggregation)
     weighed = weigh(samples, algorithm, LONGEST)
-    [[batch]] = build_microbatches([[weighed]], RankTopology(), route_shape=None)
+    [[batch]] = build_microbatches([[weighed]], RankTopology(), Streams())
     sample_of = np.repeat([0, 1], batch.layout.lengths)
     rows = np.bincount(sample_of[batch.loss_mask])
     assert rows.tolist() == [2, 4]

@@ -7,7 +7,7 @@ import pytest
 
 from r3train.engine.backend import EngineError, Request, SamplingParams
 from r3train.engine.answer import Sent, read_answer
-from r3train.layout.microbatch import build_microbatch
+from r3train.layout.microbatch import build_microbatch, Streams
 from r3train.generation import stitch
 from r3train.routing.indexer_topk import shortened
 from r3train.types import Prompt, RouteShape, TrainSample
@@ -301,7 +301,7 @@ def test_a_request_that_was_aborted_in_its_queue_has_no_sampling_mask_and_is_tra
     # a group may be over with it: it has no token in the loss, and a place in its microbatch
     train = TrainSample(stitch.finished(sample), 0.0, np.zeros(3, np.float32))
     batch = build_microbatch(
-        0, [train], cp_size=1, tp_size=1, route_shape=RouteShape(2, 2, 8), sampling_mask=True
+        0, [train], Streams(RouteShape(2, 2, 8), sampling_mask=True), cp_size=1, tp_size=1
     )
     assert batch.mask_counts.tolist() == [0, 0, 0] and len(batch.mask_ids) == 0
     # what follows begins as if nothing had been asked

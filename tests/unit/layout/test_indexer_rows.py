@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from r3train.ids import split_uids
-from r3train.layout.microbatch import build_microbatch, slice_microbatch
+from r3train.layout.microbatch import build_microbatch, slice_microbatch, Streams
 from r3train.loop.distribute import pack_records, unpack_records
 from r3train.routing.fingerprint import indexer_fingerprint, indexer_hashes, to_unsigned
 from r3train.routing.indexer_topk import num_words, to_bits
@@ -40,7 +40,7 @@ def sample(sample_id: int, length: int) -> TrainSample:
 
 def built(samples, **sizes):
     return build_microbatch(
-        0, samples, **{"cp_size": 1, "tp_size": 1} | sizes, route_shape=SHAPE, index_topk=TOPK
+        0, samples, Streams(SHAPE, index_topk=TOPK), **{"cp_size": 1, "tp_size": 1} | sizes
     )
 
 
@@ -81,7 +81,7 @@ def test_a_row_has_the_tokens_that_its_own_layers_chose(cp_size, tp_size, layers
 
 
 def test_without_a_replayed_indexer_nothing_is_sent():
-    microbatch = build_microbatch(0, [sample(0, 9)], cp_size=1, tp_size=1, route_shape=SHAPE)
+    microbatch = build_microbatch(0, [sample(0, 9)], Streams(SHAPE), cp_size=1, tp_size=1)
     rank_slice = slice_microbatch(microbatch, RankTopology(indexer_layer_numbers=((1,),)))
     assert rank_slice.indexer_topk is rank_slice.indexer_layers is rank_slice.token_versions is None
 

@@ -15,6 +15,7 @@ from r3train.layout.microbatch import (
     current_versions,
     row_versions,
     slice_microbatch,
+    Streams,
 )
 from r3train.layout.rows import cp_rows, pack_layout, sp_rows, take_routes, take_rows
 from r3train.types import (
@@ -144,7 +145,7 @@ def test_a_sample_longer_than_the_budget_is_refused_by_number():
 
 def test_what_belongs_to_the_next_token_never_comes_from_the_next_sample():
     samples = [sample_of(1, 4), sample_of(2, 3)]
-    batch = build_microbatch(0, samples, cp_size=1, tp_size=1, route_shape=RouteShape(3, 2, 8))
+    batch = build_microbatch(0, samples, Streams(RouteShape(3, 2, 8)), cp_size=1, tp_size=1)
     assert batch.labels.tolist() == [101, 102, 103, 0, 201, 202, 0]
     assert batch.loss_mask.tolist() == [False, True, True, False, False, True, False]
     assert batch.rollout_log_probs.tolist() == [-1, -2, -3, 0, -1, -2, 0]
@@ -158,28 +159,26 @@ def test_a_teachers_log_probs_move_with_their_tokens_and_are_refused_where_they_
         log_probs = -np.arange(length, dtype=np.float32) / 10 * s.sample.loss_mask
         return replace(s, sample=replace(s.sample, teacher_log_probs=log_probs))
 
-    how = {"cp_size": 2, "tp_size": 1, "route_shape": None}
-    batch = build_microbatch(0, [taught(1, 4), taught(2, 3)], teacher=True, **how)
+    how = {"cp_size": 2, "tp_size": 1}
+    batch = build_microbatch(0, [taught(1, 4), taught(2, 3)], Streams(teacher=True), **how)
     assert batch.teacher_log_probs == pytest.approx([0, -0.2, -0.3, 0, 0, -0.2, 0])
     place = RankTopology(world_size=2, cp_rank=1, cp_size=2, moe_layer_numbers=((),))
     share = slice_microbatch(batch, place)
     # each sequence's middle: rows 1 and 2
     assert share.teacher_log_probs == pytest.approx([-0.2, -0.3, -0.2, 0])
-    assert build_microbatch(0, [taught(1, 4)], **how).teacher_log_probs is None
+    assert build_microbatch(0, [taught(1, 4)], Streams(), **how).teacher_log_probs is None
     with pytest.raises(ValueError, match=r"sample 2 \(prompt prompt-2\) has none of the teacher's"):
-        build_microbatch(0, [taught(1, 4), sample_of(2, 3)], teacher=True, **how)
+        build_microbatch(0, [taught(1, 4), sample_of(2, 3)], Streams(teacher=True), **how)
 
 
 def test_misshapen_or_absent_routes_are_refused_by_sample_and_prompt():
     with pytest.raises(ValueError, match=r"sample 5 \(prompt prompt-5\) .* expected \(3, 4, 2\)"):
-        build_microbatch(
-            0, [sample_of(5, 4)], cp_size=1, tp_size=1, route_shape=RouteShape(4, 2, 8)
-        )
+        build_microbatch(0, [sample_of(5, 4)], Streams(RouteShape(4, 2, 8)), cp_size=1, tp_size=1)
 
 
 def test_a_rank_is_sent_its_own_layers_and_rows_and_nothing_else():
     samples = [sample_of(i, 16 + i, layers=8) for i in range(4)]
-    batch = build_microbatch(0, samples, cp_size=2, tp_size=2, route_shape=RouteShape(8, 2, 8))
+    batch = build_microbatch(0, samples, Streams(RouteShape(8, 2, 8)), cp_size=2, tp_size=2)
     sent = []
     for cp in range(2):
         for tp in range(2):
@@ -211,8 +210,8 @@ def test_a_row_is_of_the_version_of_the_next_token_that_weights_generated():
     assert current_versions(sample).tolist() == [3, 3, 3, -1, -1, -1, -1, -1, -1]
     assert (current_versions(sample, fresh_prefixes=False) == -1).all()
     train = replace(sample_of(0, 9), sample=sample)
-    arguments = dict(cp_size=1, tp_size=4, route_shape=RouteShape(3, 2, 8), rollout_id=5)
-    batch = build_microbatch(0, [train], **arguments)
+    streams = Streams(RouteShape(3, 2, 8))
+    batch = build_microbatch(0, [train], streams, cp_size=1, tp_size=4, rollout_id=5)
     # only of tokens that weights drew
     assert batch.ages.tolist() == [0, 2, 2, 1, 0, 0, 0, 0, 0]
     share = slice_microbatch(batch, RankTopology(moe_layer_numbers=((2,),)))
@@ -252,7 +251,7 @@ def test_sampling_mask_stand_at_the_row_that_predicts_their_token_on_every_rank(
         expected |= {(i << 24) + 1 + t: row for t, row in enumerate(rows)}
     shape = RouteShape(3, 2, 8)
     batch = build_microbatch(
-        0, samples, cp_size=cp_size, tp_size=tp_size, route_shape=shape, sampling_mask=True
+        0, samples, Streams(shape, sampling_mask=True), cp_size=cp_size, tp_size=tp_size
     )
     found = {}
     for cp_rank in range(cp_size):
@@ -293,11 +292,11 @@ def test_sampling_mask_stand_at_the_row_that_predicts_their_token_on_every_rank(
 def test_a_sample_in_the_loss_without_its_sampling_mask_is_refused_by_name(change, message):
     good = kept_sample(5, [7, 8], [9])
     bad = replace(good, sample=replace(good.sample, **change))
-    place = {"cp_size": 1, "tp_size": 1, "route_shape": None}
+    place = {"cp_size": 1, "tp_size": 1}
     with pytest.raises(ValueError, match=rf"^sample 5 \(prompt prompt-5\).*{message}"):
-        build_microbatch(0, [bad], sampling_mask=True, **place)
+        build_microbatch(0, [bad], Streams(sampling_mask=True), **place)
     with pytest.raises(ValueError, match="sample 5 .* was sampled within a sampling mask"):
-        build_microbatch(0, [good], **place)
+        build_microbatch(0, [good], Streams(), **place)
 
 
 @settings(max_examples=60)
@@ -316,7 +315,7 @@ def test_a_row_keeps_its_class_on_whichever_rank_it_lies(lengths, cp, tp, seed):
         for s in samples
     ]
     shape = RouteShape(num_layers=3, topk=2, num_experts=8)
-    batch = build_microbatch(0, samples, cp_size=cp, tp_size=tp, route_shape=shape)
+    batch = build_microbatch(0, samples, Streams(shape), cp_size=cp, tp_size=tp)
     found = {}
     for rank in range(cp):
         place = RankTopology(
@@ -332,5 +331,5 @@ def test_a_row_keeps_its_class_on_whichever_rank_it_lies(lengths, cp, tp, seed):
         for t, row_class in enumerate(classes_of_sample)
     }
     assert found == expected
-    without = build_microbatch(0, samples, cp_size=cp, tp_size=tp, route_shape=None)
+    without = build_microbatch(0, samples, Streams(), cp_size=cp, tp_size=tp)
     assert without.row_classes is None and slice_microbatch(without, place).row_classes is None

@@ -7,10 +7,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from r3train.layout.microbatch import build_microbatch, rows_never_computed, slice_microbatch
+from r3train.layout.microbatch import (
+    build_microbatch,
+    rows_never_computed,
+    slice_microbatch,
+    Streams,
+)
 from r3train.types import Prompt, RankTopology, RolloutSample, RouteShape, TrainSample
 
-PLACE = {"cp_size": 1, "tp_size": 1, "route_shape": None}
+PLACE = {"cp_size": 1, "tp_size": 1}
 
 
 def sample_of(versions: list[int], **changes) -> TrainSample:
@@ -47,7 +52,7 @@ def test_rows_from_the_last_generated_token_on_were_never_computed(versions, row
 
 
 def test_ages_are_counted_from_version_0_on_and_are_never_below_0():
-    batch = build_microbatch(0, [sample_of([-1, 0, 2, 5, -1])], rollout_id=4, **PLACE)
+    batch = build_microbatch(0, [sample_of([-1, 0, 2, 5, -1])], Streams(), rollout_id=4, **PLACE)
     assert batch.ages.tolist() == [4, 2, 0, 0, 0]
     assert batch.ages.dtype == np.int32
 
@@ -57,7 +62,7 @@ def test_a_teachers_log_probs_of_another_length_are_refused():
     with pytest.raises(
         ValueError, match="sample 3 .* has 2 of the teacher's log-probs, expected 3"
     ):
-        build_microbatch(0, [taught], teacher=True, **PLACE)
+        build_microbatch(0, [taught], Streams(teacher=True), **PLACE)
 
 
 @pytest.mark.parametrize(
@@ -74,10 +79,13 @@ def test_sampling_mask_that_do_not_fit_their_tokens_are_refused(counts, ids):
         return None if values is None else np.array(values, np.int32)
 
     good = sample_of([-1, 0, 0], mask_counts=array([0, 1, 1]), mask_ids=array([4, 5]))
-    assert build_microbatch(0, [good], sampling_mask=True, **PLACE).mask_ids.tolist() == [4, 5]
+    assert build_microbatch(0, [good], Streams(sampling_mask=True), **PLACE).mask_ids.tolist() == [
+        4,
+        5,
+    ]
     bad = sample_of([-1, 0, 0], mask_counts=array(counts), mask_ids=array(ids))
     with pytest.raises(ValueError, match="sample 3 .* sampling mask"):
-        build_microbatch(0, [bad], sampling_mask=True, **PLACE)
+        build_microbatch(0, [bad], Streams(sampling_mask=True), **PLACE)
 
 
 @pytest.mark.parametrize(
@@ -95,18 +103,18 @@ def test_sampling_mask_that_do_not_fit_their_tokens_are_refused(counts, ids):
     ],
 )
 def test_routes_that_are_absent_or_of_another_kind_are_refused(routes, message):
-    shape = {"route_shape": RouteShape(3, 2, 8)}
+    streams = Streams(RouteShape(3, 2, 8))
     right = sample_of([-1, 0, 0], routed_experts=np.zeros((2, 3, 2), np.uint8))
-    assert build_microbatch(0, [right], **PLACE | shape).routes is not None
+    assert build_microbatch(0, [right], streams, **PLACE).routes is not None
     bad = sample_of([-1, 0, 0], routed_experts=routes)
     with pytest.raises(ValueError, match=f"^sample 3 .*{message}"):
-        build_microbatch(0, [bad], **PLACE | shape)
+        build_microbatch(0, [bad], streams, **PLACE)
 
 
 def test_padding_behind_the_last_sample_is_a_sequence_without_weight():
     samples = [replace(sample_of([-1, 0, 0]), loss_weight=0.5)] * 2
-    how = {"cp_size": 1, "tp_size": 4, "route_shape": None}
-    batch = build_microbatch(0, samples, **how)
+    how = {"cp_size": 1, "tp_size": 4}
+    batch = build_microbatch(0, samples, Streams(), **how)
     share = slice_microbatch(batch, RankTopology(moe_layer_numbers=((),)))
     assert share.num_rows == 8
     assert len(share.loss_weights) == len(share.cu_seqlens_padded) - 1

@@ -14,7 +14,8 @@ from r3train.config.algorithm_settings import AlgorithmSection
 from r3train.loop.prepare import (
     advantages_with_kl,
     data_rank_of_samples,
-    prepare,
+    Preparation,
+    Prepared,
     record_samples,
     step_expectation,
     train_samples,
@@ -38,7 +39,7 @@ def prepared(samples, place=RankTopology(), rollout_id=0, plant=None, **settings
         **{"rollout_batch_size": 2, "n_samples_per_prompt": 2, "max_tokens_per_gpu": 8, **settings}
     )
     places = [replace(place, rank=r) for r in range(place.world_size)]
-    return prepare(rollout_id, samples, made, HF, None, places, passes=("train",), plant=plant)
+    return Preparation(made, HF, None, places, ("train",)).prepare(rollout_id, samples, plant)
 
 
 def test_each_optimizer_step_takes_its_samples_in_order_and_weighs_them_by_themselves():
@@ -167,7 +168,7 @@ def test_what_the_evidence_is_held_against_counts_the_ranks_of_a_stage():
     [one] = trained((3,))
     one = replace(one, sample=replace(one.sample, **routes))
     hf = facts(num_hidden_layers=2, num_experts=4, num_experts_per_tok=2, moe_layer_numbers=(1, 2))
-    ready = prepare(0, [one], made, hf, shape, places, passes=("train",))
+    ready = Preparation(made, hf, shape, places, ("train",)).prepare(0, [one])
     recorded = record_samples([one.sample], data_rank_of_samples(ready.steps), 2, (1, 2))
     expected = ready.expectation(recorded)
     assert [list(place.ranks) for place in expected.places] == [[0, 1], [2, 3]]
@@ -206,15 +207,9 @@ def test_rows_are_counted_under_the_weights_that_are_known_to_have_computed_them
         **{"use_rollout_routing_replay": True, "enable_r3_correctness_check": True, **settings},
     )
     expected = step_expectation(
-        4,
-        [replace(one, sample=given)],
-        [],
+        Preparation(made, HF, None, [RankTopology()], ("train",)),
+        Prepared(4, [replace(one, sample=given)], [], [], [1]),
         Recorded(1, HF.moe_layer_numbers),
-        num_microbatches=1,
-        config=made,
-        hf=HF,
-        topologies=[RankTopology()],
-        passes=("train",),
     )
     # the row before a sampled token is of its weights whatever the cache was
     of_prompt = {**prompt["prefilled"], 4: prompt["prefilled"].get(4, 0) + 1}

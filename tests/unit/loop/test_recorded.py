@@ -20,7 +20,7 @@ from r3train.environments.environment import StepResult
 from r3train.generation import conversation, stitch
 from r3train.generation.environment_loop import EnvironmentLoop
 from r3train.layout.microbatch import slice_microbatch
-from r3train.loop.prepare import data_rank_of_samples, prepare, record_samples
+from r3train.loop.prepare import data_rank_of_samples, Preparation, record_samples
 from r3train.loop.rollout_file import read_samples, write_samples
 from r3train.proof.judge import StepTotals, judge
 from r3train.routing.fingerprint import kept_hashes, route_hashes, to_unsigned
@@ -100,15 +100,9 @@ def play(sample_a_turn: bool, sampling: SamplingParams = SamplingParams(50)) -> 
 
 def expected_and_dispatched(samples: list[RolloutSample]) -> tuple[dict, dict, int, int]:
     """Fingerprints a layer and whole rows of layer 1: by the evidence, and of the packed rows."""
-    ready = prepare(
-        0,
-        [TrainSample(s, 0.0, np.zeros(s.num_tokens, np.float32)) for s in samples],
-        CONFIG,
-        HF,
-        ROUTES,
-        [RankTopology(moe_layer_numbers=(LAYERS,))],
-        passes=("train",),
-    )
+    trained = [TrainSample(s, 0.0, np.zeros(s.num_tokens, np.float32)) for s in samples]
+    place = RankTopology(moe_layer_numbers=(LAYERS,))
+    ready = Preparation(CONFIG, HF, ROUTES, [place], ("train",)).prepare(0, trained)
     dispatched, rows = dict.fromkeys(LAYERS, 0), 0
     for microbatch in ready.microbatches[0]:
         uids = torch.from_numpy(microbatch.row_uids)
@@ -148,15 +142,10 @@ def masks_expected_and_trained(samples: list[RolloutSample]) -> tuple[int, int, 
     """The fingerprint and the rows of sampling masks: by the evidence, and of the packed rows."""
     among_20 = {"rollout": CONFIG.rollout.model_copy(update={"rollout_top_k": 20})}
     layer = SAMPLING_MASK_LAYER
-    ready = prepare(
-        0,
-        [TrainSample(s, 0.0, np.zeros(s.num_tokens, np.float32)) for s in samples],
-        CONFIG.model_copy(update=among_20),
-        HF,
-        ROUTES,
-        [RankTopology(moe_layer_numbers=(LAYERS,))],
-        passes=("train",),
-    )
+    trained = [TrainSample(s, 0.0, np.zeros(s.num_tokens, np.float32)) for s in samples]
+    place = RankTopology(moe_layer_numbers=(LAYERS,))
+    config = CONFIG.model_copy(update=among_20)
+    ready = Preparation(config, HF, ROUTES, [place], ("train",)).prepare(0, trained)
     recorded = record_samples(samples, data_rank_of_samples(ready.steps), 1, LAYERS)
     expectation, trained, rows = ready.expectation(recorded), 0, 0
     for microbatch in ready.microbatches[0]:
@@ -214,7 +203,7 @@ def failures_of_sampling_mask(
     )
     place = RankTopology(moe_layer_numbers=(LAYERS,))
     trained = [TrainSample(s, 0.0, np.zeros(s.num_tokens, np.float32)) for s in samples]
-    ready = prepare(3, trained, config, HF, ROUTES, [place], passes=("train",))
+    ready = Preparation(config, HF, ROUTES, [place], ("train",)).prepare(3, trained)
     recorder = replay_evidence.CallRecorder(rank=0, topk=ROUTES.topk, counts_tokens=True)
     recorder.begin_pass("train", 3, native=True)
     for microbatch in ready.microbatches[0]:
@@ -309,7 +298,7 @@ def test_rows_of_the_actors_own_version_end_with_its_first_optimizer_step(optimi
     passes = ("old_log_prob", "ref_log_prob", "train")
 
     def current(rollout_id: int) -> dict[str, int]:
-        prepared = prepare(rollout_id, samples, config, HF, ROUTES, [place], passes=passes)
+        prepared = Preparation(config, HF, ROUTES, [place], passes).prepare(rollout_id, samples)
         recorded = record_samples([s.sample for s in samples], {}, 1, LAYERS)
         return prepared.expectation(recorded).streams["routes"].rows_current
 
@@ -340,7 +329,7 @@ def test_rows_of_a_prompt_that_may_be_cached_from_before_an_update_are_of_no_kno
     )
     samples = [TrainSample(sample, 1.0, np.zeros(sample.num_tokens, np.float32))]
     place = RankTopology(moe_layer_numbers=(LAYERS,))
-    prepared = prepare(0, samples, config, HF, ROUTES, [place], passes=("train",))
+    prepared = Preparation(config, HF, ROUTES, [place], ("train",)).prepare(0, samples)
     ((batch,),) = prepared.microbatches
     known = batch.row_versions[: sample.prompt_len - 1] >= 0
     assert known.all() == fresh and known.any() == fresh

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks.samples import sample_of_routes
-from r3train.layout.microbatch import build_microbatch, slice_microbatch
+from r3train.layout.microbatch import build_microbatch, slice_microbatch, Streams
 from r3train.loop.distribute import pack_records, unpack_records
 from r3train.types import MicroBatch, RankTopology, RouteShape
 
@@ -23,7 +23,7 @@ def microbatch_of(lengths: list[int], routes: bool) -> MicroBatch:
         for i, n in enumerate(lengths)
     ]
     shape = RouteShape(3, 2, 300) if routes else None
-    return build_microbatch(5, samples, cp_size=1, tp_size=2, route_shape=shape)
+    return build_microbatch(5, samples, Streams(shape), cp_size=1, tp_size=2)
 
 
 def same_array(x: np.ndarray, y: np.ndarray) -> bool:

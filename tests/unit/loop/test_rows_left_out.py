@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import sys
 from dataclasses import replace
 from datetime import timedelta
 
@@ -32,10 +31,10 @@ from r3train.environments.environment import StepResult
 from r3train.generation import conversation
 from r3train.generation.environment_loop import EnvironmentLoop
 from r3train.host_group import join_ranks, leave_ranks
-from r3train.loop.prepare import data_rank_of_samples, prepare, record_samples
+from r3train.loop.prepare import data_rank_of_samples, Preparation, record_samples
 from r3train.audit.audit_run import audit_run
 from r3train.audit.check_evidence import claim_facts
-from r3train.proof.live import prove_step
+from r3train.proof.live import LiveProof
 from r3train.proof.writer import EvidenceWriter
 from r3train.types import RankTopology, ReplayEvidence, TrainSample
 
@@ -112,7 +111,7 @@ def proved(run_dir, samples: list):
     """The verdicts of a job and of its audit, if the trainer does all that the rollout asks for."""
     trained = [TrainSample(s, 0.0, np.zeros(s.num_tokens, np.float32)) for s in samples]
     place = RankTopology(moe_layer_numbers=(LAYERS,))
-    ready = prepare(0, trained, CONFIG, HF, ROUTES, [place], passes=PASSES)
+    ready = Preparation(CONFIG, HF, ROUTES, [place], PASSES).prepare(0, trained)
     of_ranks = data_rank_of_samples(ready.steps)
     expected = ready.expectation(record_samples(samples, of_ranks, 1, LAYERS))
     calls = [
@@ -121,8 +120,7 @@ def proved(run_dir, samples: list):
         for layer in LAYERS
     ]
     writer = EvidenceWriter(run_dir, 0)
-    shape, threshold = HF.route_shape, {"mismatch_threshold": 0.02}
-    verdict = prove_step(writer, calls, expected, shape, passes=PASSES, **threshold)
+    verdict = LiveProof(writer, HF.route_shape, PASSES, 0.02).prove_step(calls, expected)
     writer.close()
     return verdict, audit_run(run_dir)
 
@@ -231,12 +229,12 @@ def test_classes_that_do_not_add_up_to_the_rows_that_were_replayed_fail(
         "cached": {},
         "filled": {"-1": 1},
     }
-    real = prove_step
+    real = LiveProof.prove_step
 
-    def lying(writer, calls, expected, *args, **more):
-        return real(writer, calls, spoiled(expected, **counts), *args, **more)
+    def lying(proof, calls, expected):
+        return real(proof, calls, spoiled(expected, **counts))
 
-    monkeypatch.setattr(sys.modules[__name__], "prove_step", lying)
+    monkeypatch.setattr(LiveProof, "prove_step", lying)
     verdict, audit = proved(tmp_path / "wrong", played)
     assert {f.what for f in verdict.failures} == what
     assert audit.verdict == "failed" and audit.claims["covered"] == "failed"

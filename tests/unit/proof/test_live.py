@@ -14,7 +14,7 @@ import torch.distributed as dist
 from r3train.host_group import join_ranks, leave_ranks
 from r3train.audit.audit_run import audit_run
 from r3train.proof.judge import StepTotals
-from r3train.proof.live import prove_step
+from r3train.proof.live import LiveProof, StepClaims
 from r3train.proof.writer import EvidenceWriter, rank_file, STEPS_FILE
 from tests.unit.evidence_dirs import (
     comparison,
@@ -44,14 +44,7 @@ def test_a_job_and_check_evidence_say_the_same_of_the_same_records(
 ):
     records = [replace(r, **changes) for r in records_of(0, 0)]
     writer = EvidenceWriter(tmp_path, 0)
-    verdict = prove_step(
-        writer,
-        records,
-        expectation_of(0, {0}),
-        SHAPE,
-        passes=PASSES,
-        mismatch_threshold=0.02,
-    )
+    verdict = LiveProof(writer, SHAPE, PASSES, 0.02).prove_step(records, expectation_of(0, {0}))
     writer.close()
     assert verdict.passed == passed
     audit = audit_run(tmp_path, keep_steps=True)
@@ -68,12 +61,11 @@ def test_sums_come_out_of_a_table_as_they_went_in():
     assert again.counters(("train", "routes", "replay_forward", 1))["fingerprint"] == (1 << 64) - 6
 
 
-def prove(tmp_path, expectation, **how):
+def prove(tmp_path, expectation, check_interval=1, **claims):
     records = [r for r in records_of(0, 0)]
     writer = EvidenceWriter(tmp_path, 0)
-    verdict = prove_step(
-        writer, records, expectation, SHAPE, passes=PASSES, mismatch_threshold=0.02, **how
-    )
+    proof = LiveProof(writer, SHAPE, PASSES, 0.02, check_interval=check_interval)
+    verdict = proof.prove_step(records, expectation, StepClaims(**claims))
     writer.close()
     return verdict
 

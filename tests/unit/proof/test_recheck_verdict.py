@@ -15,8 +15,8 @@ from tests.unit.hf_model import facts
 
 from r3train.cli import main
 from r3train.audit.audit_run import audit_run
-from r3train.loop import step_proof
 from r3train.loop.step_proof import StepProof
+from r3train.proof.live import LiveProof
 from r3train.proof.recheck_verdict import (
     compare,
     compare_rollout,
@@ -414,7 +414,7 @@ def test_a_part_that_is_not_compared_is_missed_by_its_step(monkeypatch):
     sample, judged_by = sample_of(), {}
     parts = [again_of(sample, part="prompt", weight_version=v) for v in (3, 4)]
     rollout = RecheckedRollout(parts, 2, [(sample_of(1), again_of(sample_of(1)))])
-    monkeypatch.setattr(step_proof, "prove_step", lambda *of, **how: judged_by.update(how))
+    monkeypatch.setattr(LiveProof, "prove_step", lambda *of: judged_by.update(vars(of[-1])))
     proof = StepProof(
         config(use_rollout_routing_replay=True, enable_r3_correctness_check=True),
         facts(moe_layer_numbers=LAYERS),

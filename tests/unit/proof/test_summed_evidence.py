@@ -16,7 +16,7 @@ from r3train.data import rotated_files
 from r3train.host_group import join_ranks, leave_ranks
 from r3train.audit.audit_run import audit_run
 from r3train.proof.judge import StepTotals, sums_of
-from r3train.proof.live import prove_step
+from r3train.proof.live import LiveProof
 from r3train.proof.suspicion import Suspicions
 from r3train.proof.writer import EvidenceWriter, rank_file
 from tests.unit.evidence_dirs import (
@@ -44,15 +44,8 @@ def one_rank(caplog):
 def prove(run_dir: Path, calls, *, summed: bool):
     """One step of a job with these calls: its verdict, and the lines of its evidence."""
     writer = EvidenceWriter(run_dir, 0, summed=summed)
-    verdict = prove_step(
-        writer,
-        calls,
-        expectation_of(0, {0}, MICROBATCHES),
-        SHAPE,
-        passes=PASSES,
-        mismatch_threshold=0.02,
-        suspicions=Suspicions(1.0, 0),
-    )
+    proof = LiveProof(writer, SHAPE, PASSES, 0.02, Suspicions(1.0, 0))
+    verdict = proof.prove_step(calls, expectation_of(0, {0}, MICROBATCHES))
     writer.close()
     return verdict, [json.loads(line) for line in rank_file(run_dir, 0).open()]
 
