@@ -38,6 +38,7 @@ from benchmarks.agent_endpoint import END, made_tokenizer
 from r3train.agents.command import run_command
 from r3train.agents.http import ChatEndpoint
 from r3train.chat.base import AgentFailed, ChatRequest
+from r3train.config.agent_settings import AgentSection
 
 PROGRAMS = Path(__file__).parent / "harnesses"
 EXAMPLES = Path(__file__).parents[1] / "examples/agents"
@@ -459,15 +460,8 @@ async def played(program: str, says: Says, directory: Path, model: Model, argume
     with tempfile.TemporaryDirectory() as home:
         limit = arguments.timeout_s + arguments.delay_s
         try:
-            row["reward"] = await run_command(
-                command,
-                access,
-                task,
-                Path(home),
-                timeout_s=limit,
-                env_names=arguments.env,
-                exit_code_fails=False,
-            )
+            settings = AgentSection(agent_timeout_s=limit, agent_env=tuple(arguments.env))
+            row["reward"] = await run_command(command, access, task, Path(home), settings)
         except AgentFailed as error:
             row["failure"] = str(error)
     watch.cancel()

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from r3train.agents.guard import GRACE_S
+from r3train.config.agent_settings import AgentSection
 from r3train.agents.http import Access
 from r3train.agents.harness_reward import Reward, read_reward_file
 from r3train.chat.base import AgentFailed, BadReward
@@ -44,25 +45,22 @@ async def run_command(
     access: Access,
     task: Mapping[str, Any],
     directory: Path,
-    *,
-    timeout_s: float,
-    env_names: Collection[str],
+    settings: AgentSection,
     output: bytearray | None = None,
-    exit_code_fails: bool,
 ) -> Reward | None:
     """Run a harness to its end; returns the reward that it wrote, None if it wrote none.
 
     It runs in ``directory / "work"`` with ``access`` as OpenAI's and Anthropic's variables, the model's name too,
     ``task`` in R3TRAIN_TASK_FILE (JSON: what the harness may know, so no label), and the run's environment without
-    secrets; ``env_names`` names further variables; ``output`` gets the end of what it writes.  Raises AgentFailed, with
-    its last lines, for a command that takes longer than ``timeout_s``, writes a reward that is none, or ends with another
-    code than 0 without a reward, or with one if ``exit_code_fails``.
+    secrets and with --agent-env; ``output`` gets the end of what it writes.  Raises AgentFailed, with
+    its last lines, for a command that takes longer than --agent-timeout-s, writes a reward that is none, or ends with another
+    code than 0 without a reward, or with one under --agent-exit-code-fails.
     When this returns or raises, nothing that it started runs any more.
     """
     directory = directory.absolute()  # the command's own is another
     reward_file, task_file = directory / "reward.json", directory / "task.json"
     task_file.write_text(json.dumps(task), encoding="utf-8")
-    environment = harness_environment(access, env_names) | {
+    environment = harness_environment(access, settings.agent_env) | {
         "OPENAI_API_KEY": access.key,
         "ANTHROPIC_API_KEY": access.key,
         "R3TRAIN_SESSION_URL": access.session_url,
@@ -72,10 +70,10 @@ async def run_command(
     guarded, why = Guarded(command, directory, output), None
     try:
         await guarded.start(environment)
-        async with asyncio.timeout(timeout_s):
+        async with asyncio.timeout(settings.agent_timeout_s):
             code = await guarded.wait()
     except TimeoutError:
-        code, why = None, f"took longer than {timeout_s:g} s"
+        code, why = None, f"took longer than {settings.agent_timeout_s:g} s"
     finally:
         await guarded.end()
     if code:
@@ -84,7 +82,7 @@ async def run_command(
         reward = read_reward_file(reward_file)
     except ValueError as error:
         raise BadReward(guarded.quoted(f"{why}; {error}" if why else str(error))) from None
-    counts = code is not None and reward is not None and not exit_code_fails
+    counts = code is not None and reward is not None and not settings.agent_exit_code_fails
     if why is not None and not counts:
         raise AgentFailed(guarded.quoted(why), reward)
     return reward

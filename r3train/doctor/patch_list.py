@@ -86,8 +86,7 @@ def of_ranks() -> None:
         device=device,
         rank=0,
         counts_tokens=False,
-        ci_test=False,
-        enable_r3_correctness_check=False,
+        checks=False,
     ).install([chunk])
     checkpoint.Checkpointer(None, SimpleNamespace(save=Path()))
     if device.type == "cuda":

@@ -47,6 +47,7 @@ from r3train.loop.prepare import build_microbatches, deal_samples
 from r3train.proof.judge import Served, StepTotals
 from r3train.proof.served_verdict import (
     CanaryNoise,
+    CanaryStart,
     compare_servers,
     Difference,
     difference,
@@ -344,6 +345,14 @@ class Canaries:
     ) -> str:
         """Rank 0: the verdict on all servers, written as evidence; returns what failed."""
         now = {s: ServerRead(version, s, reads[s], actor_log_probs[s]) for s in reads}
+        start = CanaryStart(
+            self._texts,
+            self._cached,
+            self._noise,
+            self._moe_layers,
+            self.hf.num_experts,
+            self.hf.vocab_size,
+        )
         records = []
         for server, read in now.items():
             last, first = self._last.get(server), self._first.get(server)
@@ -351,20 +360,7 @@ class Canaries:
             earlier = [r for r in (last, first) if r is not None and r.version < version]
             if len(earlier) == 2 and earlier[0].version == earlier[1].version:
                 del earlier[1]
-            records.append(
-                compare_servers(
-                    read,
-                    earlier,
-                    texts=self._texts,
-                    cached=self._cached,
-                    router=router[server],
-                    noise=self._noise,
-                    suspicions=self._suspicions,
-                    moe_layers=self._moe_layers,
-                    num_experts=self.hf.num_experts,
-                    vocab_size=self.hf.vocab_size,
-                )
-            )
+            records.append(compare_servers(read, earlier, start, router[server], self._suspicions))
         self._last = {**self._last, **now}
         self._records.setdefault(version, []).extend(records)
         for old in [v for v in self._records if v < version - 1]:

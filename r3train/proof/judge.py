@@ -511,7 +511,6 @@ def judge(
             start=mismatch_threshold / 2,
             least=ROWS_OF_NOTHING / rows,
             may_fall=False,
-            calibrates=True,
             highest=gross[stream] / _GROSS_OVER_USUAL,
         )
         for stream, (rows, mismatch) in current_rows.items()

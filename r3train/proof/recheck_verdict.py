@@ -318,7 +318,6 @@ def _see(records: Sequence[RecheckRecord], suspicions: Suspicions) -> Iterator[S
                 sum(sum(r.differ.values()) for r in rows) / pairs,
                 start=max(start, _LEAST_SHARE),
                 least=ROWS_OF_NOTHING / pairs,
-                calibrates=True,
                 highest=_MOST_TIMES * (start + _SHARE_OF_NOTHING),
             )
     if count := sum(record.num_log_probs for record in records):
@@ -328,7 +327,6 @@ def _see(records: Sequence[RecheckRecord], suspicions: Suspicions) -> Iterator[S
             sum(record.num_log_probs * record.log_prob_off for record in records) / count,
             start=noise.usual_off,
             least=noise.least_off,
-            calibrates=True,
             highest=_MOST_TIMES * noise.usual_off,
         )
 

@@ -216,24 +216,34 @@ class ServerRead:
         return np.concatenate(given), np.concatenate(drawn)
 
 
+@dataclass(frozen=True, eq=False)
+class CanaryStart:
+    """What a start knows of its canaries: texts (int32[T] each), what it measured of them, and the model's sizes.
+
+    cached: cached tokens of each second reading.  moe_layers: those whose routes are compared.
+    """
+
+    texts: Sequence[np.ndarray]
+    cached: Sequence[int]
+    noise: CanaryNoise
+    moe_layers: Sequence[int]
+    num_experts: int
+    vocab_size: int
+
+
 def compare_servers(
     now: ServerRead,
     earlier: Sequence[ServerRead],
-    *,
-    texts: Sequence[np.ndarray],
-    cached: Sequence[int],
+    start: CanaryStart,
     router: tuple[int, int],
-    noise: CanaryNoise,
     suspicions: Suspicions,
-    moe_layers: Sequence[int],
-    num_experts: int,
-    vocab_size: int,
 ) -> ServedRecord:
-    """Compare what a server says with all that is known of the texts (int32[T] each).
+    """Compare what a server says with all that is known of the texts.
 
-    earlier: its readings under earlier versions.  cached: cached tokens of each second reading at the start.  router: rows of the actor, and those whose own choice was another.  suspicions: of
-    the updates before, of this start.
+    earlier: its readings under earlier versions.  router: rows of the actor, and those whose own choice was another.
+    suspicions: of the updates before, of this start.
     """
+    texts, noise, moe_layers = start.texts, start.noise, start.moe_layers
     gaps, drawn_gaps = now.gaps()
     finite, drawn = (of[np.isfinite(of)] for of in (gaps, drawn_gaps))
     warm = difference(((r.early, r.warm) for r in now.halved), moe_layers)
@@ -255,7 +265,9 @@ def compare_servers(
         num_tokens=len(gaps),
         num_decoded=len(drawn_gaps),
         early_cached=max(r.early.cached_tokens for r in now.halved),
-        warm_evicted=sum(r.warm.cached_tokens < c for r, c in zip(now.halved, cached, strict=True)),
+        warm_evicted=sum(
+            r.warm.cached_tokens < c for r, c in zip(now.halved, start.cached, strict=True)
+        ),
         warm_cached_rows=sum(
             int(_other_experts(r.early, r.warm, moe_layers)[: r.warm.cached_tokens].sum())
             for r in now.halved
@@ -274,7 +286,7 @@ def compare_servers(
         gap_max=float(finite.max(initial=0.0)),
         rows=router[0],
         rows_left=router[1],
-        coverage=_coverage(texts, now.scores, moe_layers, num_experts, vocab_size),
+        coverage=_coverage(start, now.scores),
         noise=noise,
         statistics=see_served(
             suspicions,
@@ -324,19 +336,13 @@ def statistics_again(record: ServedRecord, suspicions: Suspicions) -> list[Stati
     return see_served(suspicions, record.server, record.noise, *means, router, warm)
 
 
-def _coverage(
-    texts: Sequence[np.ndarray],
-    scores: Iterable[CanaryScores],
-    moe_layers: Sequence[int],
-    num_experts: int,
-    vocab_size: int,
-) -> Coverage:
-    used = np.zeros((len(moe_layers), num_experts), dtype=bool)
+def _coverage(start: CanaryStart, scores: Iterable[CanaryScores]) -> Coverage:
+    used = np.zeros((len(start.moe_layers), start.num_experts), dtype=bool)
     for rows in (r.whole.rows for r in scores):
-        for i, layer in enumerate(moe_layers):
+        for i, layer in enumerate(start.moe_layers):
             used[i, rows[:, layer - 1]] = True
-    ids = len(np.unique(np.concatenate(texts)))
-    return Coverage(int(used.sum()), used.size, ids, vocab_size)
+    ids = len(np.unique(np.concatenate(start.texts)))
+    return Coverage(int(used.sum()), used.size, ids, start.vocab_size)
 
 
 def served_failures(record: ServedRecord) -> list[tuple[str, str]]:

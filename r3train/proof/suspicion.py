@@ -145,7 +145,7 @@ class _Suspicion:
 class Suspicions:
     """The statistics of one start of a run, by name and server.
 
-    limit: of a sum, 0 where none fails.  calibrating: values that calibrate a statistic of ``see(calibrates=True)``.
+    limit: of a sum, 0 where none fails.  calibrating: values that calibrate a statistic whose ``highest`` is given.
     """
 
     def __init__(self, limit: float = LIMIT, calibrating: int = CALIBRATING):
@@ -161,19 +161,20 @@ class Suspicions:
         start: float,
         least: float = 0.0,
         may_fall: bool = True,
-        calibrates: bool = False,
-        highest: float = math.inf,
+        highest: float | None = None,
     ) -> Statistic:
         """Take a value of a statistic.
 
         start: what is usual, as it was measured; the first value's start counts.  least: what cannot be told from
-        nothing, added to value and usual.  may_fall: the usual value may fall below the start.  calibrates: the run's first
-        values raise the start to their median, but not above ``highest``, and are not judged.
+        nothing, added to value and usual.  may_fall: the usual value may fall below the start.  highest: the run's
+        first values raise the start to their median, but not above this, and are not judged; None: they are.
         """
         suspicion = self._suspicions.get((name, server))
         if suspicion is None:
             lowest = 1 / _ANCHOR if may_fall else 1.0
-            suspicion = _Suspicion(start, lowest, highest, self.calibrating if calibrates else 0)
+            calibrating = 0 if highest is None else self.calibrating
+            most = math.inf if highest is None else highest
+            suspicion = _Suspicion(start, lowest, most, calibrating)
             self._suspicions[name, server] = suspicion
         usual = suspicion.see(value, least)
         return Statistic(name, server, value, usual, suspicion.sum)

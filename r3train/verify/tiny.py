@@ -372,9 +372,7 @@ _HELP = {
     "--chat-template", is_flag=True, help="Give that tokenizer a chat template, for messages."
 )
 @click.option("--force", is_flag=True, help="Replace a tiny model made with other options.")
-@click.pass_context
 def make_tiny_model(
-    context: click.Context,
     size: str,
     output: Path,
     force: bool,
@@ -384,6 +382,7 @@ def make_tiny_model(
     **shape: Any,
 ) -> None:
     """Write a tiny random mixture-of-experts checkpoint and a task that it can learn."""
+    context = click.get_current_context()
     if chat_template and tokenizer_from is None:
         raise click.UsageError("--chat-template needs --tokenizer-from")
     tokenizer = None if tokenizer_from is None else TrainedTokenizer(tokenizer_from, chat_template)

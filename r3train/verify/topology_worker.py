@@ -206,8 +206,8 @@ class CaseRun:
             if self.case.order_seed is not None:
                 order = np.random.default_rng(self.case.order_seed).permutation(len(samples))
                 samples = [samples[i] for i in order]
-            given = (job.config, job.hf, routes.row_shape, topologies, PASSES)
-            prepared = Preparation(*given).prepare(0, samples, self.plant)
+            preparation = Preparation(job.config, job.hf, routes.row_shape, topologies, PASSES)
+            prepared = preparation.prepare(0, samples, self.plant)
         count = broadcast_json(prepared.counts[0] if prepared else None)
         slices, recorded = routes.slices(prepared, count), routes.recorded(prepared)
         if self.case.order_seed is not None:

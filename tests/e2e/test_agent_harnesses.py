@@ -16,6 +16,7 @@ from r3train.agents.command import run_command
 from r3train.audit.audit_run import audit_run
 from r3train.audit.findings import CLAIMS, CUSTODY, SERVED
 from r3train.chat.base import AgentFailed, ChatRefused
+from r3train.config.agent_settings import AgentSection
 from r3train.verify.tiny import TinyOptions, build
 
 EXAMPLES = jobs.ROOT / "examples/agents"
@@ -47,9 +48,7 @@ async def _harness(python, name, script, directory):
     async with opened(script) as (endpoint, access):
         task = {"prompt": "name colours", "metadata": {"accepted": ["red", "green"]}}
         return (
-            await run_command(
-                command, access, task, directory, timeout_s=300, env_names=(), exit_code_fails=False
-            ),
+            await run_command(command, access, task, directory, AgentSection(agent_timeout_s=300)),
             endpoint.stats(),
         )
 
@@ -115,9 +114,7 @@ async def test_anthropics_client_gets_answers_streams_and_refusals(python, tmp_p
             access,
             {},
             tmp_path,
-            timeout_s=300,
-            env_names=(),
-            exit_code_fails=False,
+            AgentSection(agent_timeout_s=300),
         )
         assert endpoint.stats() == {"answers": 2, "refused": 1}
     assert script.deliveries == [(0, True), (1, True)]
@@ -171,9 +168,7 @@ async def test_smolagents_writes_each_answer_anew_and_pays_a_sample_for_each_cal
         program = tmp_path / "agent.py"  # it reads the source of a tool
         program.write_text(_SMOLAGENTS)
         command = [str(python), str(program), how]
-        await run_command(
-            command, access, {}, tmp_path, timeout_s=300, env_names=(), exit_code_fails=False
-        )
+        await run_command(command, access, {}, tmp_path, AgentSection(agent_timeout_s=300))
         ignored = endpoint.stats().get("ignored_tool_choice", 0)
     samples = play.session.samples()
     assert_sound(samples)

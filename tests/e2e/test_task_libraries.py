@@ -20,6 +20,7 @@ from tests.unit.generation.session_play import assert_sound, Play
 
 from r3train.agents.command import run_command
 from r3train.chat.base import AgentFailed, ChatRefused
+from r3train.config.agent_settings import AgentSection
 from r3train.engine.server import free_port
 from r3train.types import Prompt
 
@@ -42,13 +43,7 @@ async def played(
     play.engine.answers = list(said)
     async with opened(play.session.answer) as (_, access):
         reward = await run_command(
-            list(map(str, command)),
-            access,
-            task,
-            directory,
-            timeout_s=300,
-            env_names=(),
-            exit_code_fails=False,
+            list(map(str, command)), access, task, directory, AgentSection(agent_timeout_s=300)
         )
     return reward, play
 
@@ -152,9 +147,7 @@ async def test_what_verifiers_could_not_ask_is_no_reward_of_0(verifiers, tmp_pat
     async with opened(Script(*[refused] * 20)) as (_, access):
         with pytest.raises(AgentFailed, match="not this one"):
             words = list(map(str, [*command, "play"]))
-            await run_command(
-                words, access, row, tmp_path, timeout_s=300, env_names=(), exit_code_fails=False
-            )
+            await run_command(words, access, row, tmp_path, AgentSection(agent_timeout_s=300))
 
 
 # -- Harbor --------------------------------------------------------------------------------------

@@ -97,8 +97,7 @@ def router_gradient(rank: int, store: str, masked: bool, results) -> None:
         device=device,
         rank=rank,
         counts_tokens=True,
-        ci_test=False,
-        enable_r3_correctness_check=False,
+        checks=False,
     )
     manager.install([torch.nn.ModuleList([router])])
     if not masked:

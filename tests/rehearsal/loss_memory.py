@@ -130,8 +130,9 @@ def peaks(rows: int, of_loss: int, vocab: int, temperature: float, chunk: int) -
             else:
                 make = forward_step.make_train_step
                 others = [n for n in signature(make).parameters if n.endswith("_log_probs")]
-                given = configured_loss(algorithm), algorithm, temperature, chunk
-                step = make(batches, None, *given, **dict.fromkeys(others))
+                loss = configured_loss(algorithm)
+                rule = forward_step.TrainingRule(loss, algorithm, temperature, chunk)
+                step = make(batches, None, rule, **dict.fromkeys(others))
                 out, finish = step(iter([0]), chunk_model)
                 finish(out)[0].backward()
             found[name] = account.peak

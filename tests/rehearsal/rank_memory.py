@@ -29,7 +29,7 @@ from megatron.core.tensor_parallel import layers, mappings
 from r3train.algo.losses.policy_losses import configured_loss
 from r3train.config import RunConfig
 from r3train.config.hf_facts import read_hf_facts
-from r3train.trainer.megatron.forward_step import make_train_step
+from r3train.trainer.megatron.forward_step import make_train_step, TrainingRule
 from tests.published import RECIPES, Recipe, shapes_of, write_config
 
 
@@ -92,10 +92,12 @@ def train(built: Any, config: RunConfig) -> None:
     production = make_train_step(
         dict.fromkeys(range(number), batch),
         None,
-        configured_loss(config.algorithm),
-        config.algorithm,
-        config.rollout.rollout_temperature,
-        config.trainer.log_probs_chunk_size,
+        TrainingRule(
+            configured_loss(config.algorithm),
+            config.algorithm,
+            config.rollout.rollout_temperature,
+            config.trainer.log_probs_chunk_size,
+        ),
         None,
         None,
         None,

@@ -93,8 +93,7 @@ def ranks_manager(check: bool) -> replay.RoutingReplayManager:
         device=torch.device("cpu"),
         rank=0,
         counts_tokens=True,
-        ci_test=False,
-        enable_r3_correctness_check=check,
+        checks=check,
     )
 
 

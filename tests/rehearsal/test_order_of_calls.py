@@ -27,6 +27,7 @@ prepare_device()  # adapts Megatron to this CPU before the stubs claim a device
 
 from megatron.core import tensor_parallel  # noqa: E402
 
+from r3train.launch.start.run_rank import RankOfRun  # noqa: E402
 from r3train.trainer.megatron import offload, rng, topology  # noqa: E402
 
 NUM_RANKS = 8
@@ -68,11 +69,11 @@ def node(monkeypatch):
 def test_every_rank_of_a_job_trains_on_its_own_device(node, monkeypatch, tmp_path):
     trained_on = []
 
-    def train(job, device, rank, *_):
-        trained_on.append((rank, device, torch.cuda.current_device()))
+    def train(rank, device):
+        trained_on.append((rank.rank, device, torch.cuda.current_device()))
         raise StopIteration
 
-    monkeypatch.setattr(train_program, "train", train)
+    monkeypatch.setattr(RankOfRun, "train", train)
     monkeypatch.setattr(distribute, "broadcast_json", lambda value: value)
     monkeypatch.setattr(topology, "shutdown", lambda: None)
     monkeypatch.setattr(train_program, "open_run_dir", lambda *_: tmp_path)

@@ -308,16 +308,7 @@ def runner(settings: AgentSection, run_dir: Path) -> tuple[Run, End | None]:
         if settings.agent_workers is not None:
             return await workers.run(access, task, output)
         with TemporaryDirectory(dir=room, ignore_cleanup_errors=True) as directory:
-            return await run_command(
-                command,
-                access,
-                task,
-                Path(directory),
-                timeout_s=settings.agent_timeout_s,
-                env_names=settings.agent_env,
-                output=output,
-                exit_code_fails=settings.agent_exit_code_fails,
-            )
+            return await run_command(command, access, task, Path(directory), settings, output)
 
     return run, workers.end
 

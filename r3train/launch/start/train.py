@@ -26,7 +26,6 @@ from r3train.launch.job.run_dir import (
     claim_directories,
     open_run_dir,
     raise_file_limit,
-    start_stamp,
 )
 from r3train.cpu.torchvision_stub import declare_ops_for_imports
 from r3train.patches import patch
@@ -35,8 +34,6 @@ from r3train.user_code import find_modules_here
 if TYPE_CHECKING:
     from r3train.engine.server import SGLangServer
     from r3train.launch.job.checked_job import Job
-    from r3train.launch.job.resume import ResumePoint
-    from r3train.observe.sinks import Sink
 
 PARENT = os.getppid()  # torchrun may be gone by the time that a rank asks to be told of its end
 
@@ -161,7 +158,12 @@ def run(job: Job, rank: int, run_dir: Path | None, servers: Sequence[SGLangServe
                         words.log = setup_logging(
                             words.run_dir, rank, config.run.log_level, in_parts=config.sums_evidence
                         )
-                    train(job, device, rank, words.run_dir, display, stop, opened, servers)
+                    # they import megatron-core, which prepare_device() adapts
+                    from r3train.launch.start.run_rank import finish, RankOfRun
+
+                    RankOfRun(
+                        job, rank, words.run_dir, display, stop, PARENT, opened, servers
+                    ).train(device)
                 except (Exception, SystemExit) as error:  # the user's code may call sys.exit(0)
                     words.say(error)  # before all is closed
                     raise
@@ -189,176 +191,6 @@ def stopping(config: RunConfig, name: str) -> str:
     then = "nothing is saved without --save" if save is None else f"then saving to {save}"
     again = "; Ctrl-C again ends now" if name == "SIGINT" else ""
     return f"{name}: stopping after this rollout, {then}{again}"
-
-
-def _show_job(job: Job, run_dir: Path, resume: ResumePoint, display) -> None:
-    display.note(f"run directory: {run_dir}")
-    for warning in job.warnings:
-        display.note(str(warning), style="yellow")
-    for line in job.first_prompt:
-        display.note(line)
-    if resume.checkpoint is not None:
-        display.note(f"resuming from {resume.checkpoint} at rollout {resume.start_rollout_id}")
-
-
-def train(
-    job: Job, device, rank: int, run_dir: Path, display, stop, parts: ExitStack, servers
-) -> None:
-    """Build the parts and run the loop; ``parts`` closes all that was opened, in reverse order."""
-    from r3train.host_group import host_barrier, rank_zero_alone
-    from r3train.launch.start.build_actor import build_actor, build_run_state, export_hf
-    from r3train.launch.start.engines import build_sender
-    from r3train.launch.job.checked_job import eval_settings
-    from r3train.launch.job.resume import resume_point
-    from r3train.launch.start.build_routes import build_routes
-    from r3train.launch.start.rollout_sources import build_engines
-    from r3train.loop.async_loop import AsyncLoop
-    from r3train.loop.run_evaluations import Evaluations
-    from r3train.loop.fleet import RankZero
-    from r3train.loop.distribute import broadcast_json
-    from r3train.observe.metrics import MetricsWriter
-    from r3train.observe.profiler import StepProfiler
-    from r3train.observe.sinks import open_sinks
-    from r3train.observe.starts import record_start
-    from r3train.proof.writer import EvidenceWriter
-
-    gc.freeze()
-    gc.enable()
-    config, plant = job.config, None
-    if config.replay.plant_bug is not None or config.faults.plant_fault is not None:
-        from r3train.verify.mutations import planted_in_job
-
-        plant = parts.enter_context(planted_in_job(config, job.hf))
-    if config.checkpoint.debug_rollout_only:
-        generate(job, rank, run_dir, display, stop, parts, servers)
-        return
-    resume = resume_point(job)
-    engines = rank_zero = evidence = None
-    routes = build_routes(config, job.hf)
-    parts.callback(routes.close)  # closed after the engines, whose requests may use it
-    if rank == 0:
-        ranks = torchruns_number("WORLD_SIZE", 1)
-        record_start(run_dir, start_stamp(), resume.start_rollout_id, PARENT, ranks, device)
-        _show_job(job, run_dir, resume, display)
-        engines = build_engines(job, run_dir, display, resume, routes, servers)
-        parts.callback(engines.close)
-    with display.phase("building the Megatron actor"):
-        actor = build_actor(job, device, resume)
-    routes.open(actor.topology)
-    if config.rollout.colocate:
-        actor.memory.hold()
-        host_barrier()
-    with rank_zero_alone():
-        if engines is not None:
-            engines.start_server()  # with --colocate not earlier
-            engines.wait_ready()
-            sinks = open_sinks(config, run_dir, None if resume.model_only else resume.checkpoint)
-            _serve_metrics(config, sinks, display)
-            metrics = parts.enter_context(MetricsWriter(run_dir, config.run.tensorboard, sinks))
-            settings = eval_settings(job, resume.checkpoint if resume.model_only else None)
-            evaluations = Evaluations(engines.eval_sets(), settings, metrics, display)
-            rank_zero = RankZero(engines, display, metrics, evaluations)
-    sender = build_sender(job, engines)
-    if sender is not None:
-        parts.callback(sender.close)
-    profiler = StepProfiler(config.run, run_dir, rank)
-    parts.callback(profiler.close)
-    if config.r3_check_enabled:
-        attempt = broadcast_json(start_stamp())
-        evidence = EvidenceWriter(run_dir, rank, attempt, summed=config.sums_evidence)
-        parts.callback(evidence.close)
-    stop.begin()
-    trained = AsyncLoop(
-        config,
-        job.hf,
-        actor,
-        rank_zero=rank_zero,
-        evidence=evidence,
-        run_state=build_run_state(job, actor, run_dir, stop, display.note, resume, routes.read),
-        routes=routes,
-        plant=plant,
-        profiler=profiler,
-        sender=sender,
-        resumed=None if resume.model_only else resume.checkpoint,
-    ).run(resume.start_rollout_id)
-    if config.checkpoint.save_hf is not None:
-        export_hf(job, actor, trained)
-    stop.finished = trained >= config.rollout.num_rollout
-
-
-def _serve_metrics(config: RunConfig, sinks: list[Sink], display) -> None:
-    if (port := config.trackers.metrics_port) is not None:
-        from r3train.observe.prometheus import PrometheusSink
-
-        server = PrometheusSink(port)
-        sinks.append(server)
-        display.note(f"metrics: {server.url}")
-
-
-def generate(job: Job, rank: int, run_dir: Path, display, stop, parts: ExitStack, servers) -> None:
-    """Generate and dump every rollout (--debug-rollout-only); other ranks than 0 wait."""
-    from r3train.host_group import rank_zero_alone
-    from r3train.launch.job.resume import ResumePoint
-    from r3train.launch.start.build_routes import build_routes
-    from r3train.launch.start.rollout_sources import build_engines
-    from r3train.loop.run_evaluations import Evaluations
-    from r3train.loop.fleet import RankZero
-    from r3train.loop.rollouts_only import generate_only
-    from r3train.observe.metrics import MetricsWriter
-    from r3train.observe.sinks import open_sinks
-
-    stop.begin()
-    with rank_zero_alone():
-        if rank != 0:
-            return
-        display.note(f"run directory: {run_dir}")
-        for warning in job.warnings:
-            display.note(str(warning), style="yellow")
-        routes = build_routes(job.config, job.hf)
-        engines = build_engines(job, run_dir, display, ResumePoint(), routes, servers)
-        parts.callback(engines.close)
-        engines.start_server()
-        engines.wait_ready()
-        sinks = open_sinks(job.config, run_dir, None)
-        _serve_metrics(job.config, sinks, display)
-        metrics = parts.enter_context(MetricsWriter(run_dir, job.config.run.tensorboard, sinks))
-        evaluations = Evaluations(engines.eval_sets(), {}, metrics, display)
-        rank_zero = RankZero(engines, display, metrics, evaluations)
-        generate_only(job.config, run_dir, rank_zero, stop)
-
-
-def finish(config: RunConfig, run_dir: Path, began: float, stopped: str | None = None) -> dict:
-    """Draw the plot; returns the numbers of the summary.  stopped: the signal that has ended the run."""
-    from r3train.observe.metrics import (
-        cut_answers,
-        nothing_learned,
-        numbers as numbers_by_step,
-        read_metrics,
-        steps_s,
-        summarise,
-        summarise_evaluations,
-    )
-    from r3train.report.plot import plot_run
-
-    plot = plot_run(run_dir) if config.run.plot else None
-    wall_s, records = time.monotonic() - began, read_metrics(run_dir)
-    numbers = {**summarise(records), **summarise_evaluations(run_dir)}
-    if config.algorithm.loss_type == "sft":
-        del numbers["r3"]  # nothing is generated, so there is nothing to replay
-        if losses := numbers_by_step(records, "train/loss")[1]:
-            numbers["loss"] = f"{losses[0]:.4f} -> {losses[-1]:.4f}"
-    elif reason := nothing_learned(records):
-        numbers["nothing was learned"] = reason
-    if cut := cut_answers(records):
-        numbers["answers cut"] = cut
-    times = {"wall_s": wall_s, "steps_s": steps_s(records, since=time.time() - wall_s)}
-    if not (stopped or times["steps_s"] or config.checkpoint.debug_rollout_only):
-        last = config.rollout.num_rollout
-        numbers["nothing was trained"] = f"{last} of {last} rollouts were before (--num-rollout)"
-    files = {"run_dir": run_dir, "plot": plot, "next": f"r3train report {run_dir}"}
-    if config.r3_check_enabled:
-        files["next"] += f"\nr3train check-evidence {run_dir}"  # a line to copy for each
-    return {**numbers, **times, **files, "stopped": stopped}
 
 
 def as_rank(program: Callable[[], object]) -> None:

@@ -29,6 +29,7 @@ from r3train.trainer.megatron.forward_step import (
     DeviceSlice,
     make_log_prob_step,
     make_train_step,
+    TrainingRule,
     reduce_metrics,
 )
 from r3train.trainer.megatron.model import build_model
@@ -61,15 +62,17 @@ class MegatronActor:
         self._log_probs_chunk_size = config.trainer.log_probs_chunk_size
         # weights that draw tokens are this many rollouts old at most; sft draws none
         is_sft = config.algorithm.loss_type == "sft"
-        self._num_ages = 1 if is_sft else config.rollout.max_weight_staleness + 1
+        num_ages = 1 if is_sft else config.rollout.max_weight_staleness + 1
         loss = configured_loss(config.algorithm)
         self._metric_names = metric_names(
-            loss, config.algorithm, self._num_ages, config.replay.use_rollout_routing_replay
+            loss, config.algorithm, num_ages, config.replay.use_rollout_routing_replay
         )
         self._guarded_loss: GuardedLoss | None = None  # code of the user
         if is_users(config.algorithm):
             loss = self._guarded_loss = GuardedLoss(loss, config.algorithm, self._metric_names)
-        self._policy_loss = loss
+        self._rule = TrainingRule(
+            loss, config.algorithm, self._temperature, self._log_probs_chunk_size, num_ages
+        )
         self.maxima = self._metric_names[
             1
         ]  # names of step metrics that are reduced by max, not mean
@@ -104,8 +107,7 @@ class MegatronActor:
                 device=device,
                 rank=topology.rank,
                 counts_tokens=counts_tokens,
-                ci_test=config.trainer.ci_test,
-                enable_r3_correctness_check=config.replay.enable_r3_correctness_check,
+                checks=config.r3_check_enabled,
                 drift=drift,
             )
             self.replay.install(self.model.unwrapped)
@@ -273,14 +275,10 @@ class MegatronActor:
         step = make_train_step(
             batches,
             self.replay,
-            self._policy_loss,
-            self._algorithm,
-            self._temperature,
-            self._log_probs_chunk_size,
+            self._rule,
             old_log_probs,
             ref_log_probs,
             teacher_log_probs,
-            self._num_ages,
         )
         with self._pass("train", slices, weight_version, native=old_log_probs is None):
             return self._run_schedule(step, slices, forward_only=False)

@@ -224,29 +224,39 @@ def make_log_prob_step(
     return step
 
 
+@dataclass(frozen=True)
+class TrainingRule:
+    """How rows become a loss.
+
+    temperature: of the log-probs; chunk_size: as for ``make_log_prob_step``; num_ages: of weights that drew tokens.
+    """
+
+    policy_loss: PolicyLoss
+    algorithm: AlgorithmSection
+    temperature: float
+    chunk_size: int
+    num_ages: int = 1
+
+
 def make_train_step(
     batches: dict[int, DeviceSlice],
     replay: RoutingReplayManager | ActorRoutes | None,
-    policy_loss: PolicyLoss,
-    algorithm: AlgorithmSection,
-    temperature: float,
-    chunk_size: int,
+    rule: TrainingRule,
     old_log_probs: dict[int, torch.Tensor] | None,
     ref_log_probs: dict[int, torch.Tensor] | None,
     teacher_log_probs: dict[int, torch.Tensor] | None,
-    num_ages: int = 1,
 ) -> Callable:
     """Make a Megatron forward step that returns (loss sum, token count, metric sums).
 
     Without ``old_log_probs`` those of this very forward stand for them, without gradient.
     ``teacher_log_probs`` are of a teacher that the ranks hold; those of a served one are in the batches.
     With ``calculate_per_token_loss`` Megatron divides the gradients by the global token count.
-    chunk_size: as for ``make_log_prob_step``.
     """
+    algorithm, num_ages = rule.algorithm, rule.num_ages
     is_cut = parallel_state.get_context_parallel_world_size() > 1
 
     def loss_func(batch: DeviceSlice, model: torch.nn.Module, logits: torch.Tensor) -> tuple:
-        draw, record = _draw(batch, model, replay, temperature, chunk_size)
+        draw, record = _draw(batch, model, replay, rule.temperature, rule.chunk_size)
         log_probs, entropy = log_probs_and_entropy(logits, draw, with_entropy=True)
         assert entropy is not None
         record()
@@ -273,7 +283,7 @@ def make_train_step(
             num_ages=num_ages,
             row_classes=batch.row_classes,
         )
-        result = microbatch_loss(policy_loss, rows, algorithm)
+        result = microbatch_loss(rule.policy_loss, rows, algorithm)
         report = {
             "sums": result.sums,
             "maxima": result.maxima,

@@ -230,7 +230,7 @@ def gate_values(router: TopKRouter, scores: torch.Tensor, experts: torch.Tensor)
 class RoutingReplayManager:
     """The replay objects of one rank's routers, and the routes that they serve.
 
-    ``enable_check_replay_result`` is True if the R3 check or ci_test is on.  If it is False, a router
+    ``checks`` is True if the R3 check or ci_test is on.  If it is False, a router
     call does no extra work; nor while ``records`` is False, which changes between passes.  drift: set
     where the router's drift is logged.
     """
@@ -243,16 +243,14 @@ class RoutingReplayManager:
         device: torch.device,
         rank: int,
         counts_tokens: bool,
-        ci_test: bool,
-        enable_r3_correctness_check: bool,
+        checks: bool,
         drift: RouteDrift | None = None,
     ):
-        self.enable_check_replay_result = ci_test or enable_r3_correctness_check
         self.num_experts = num_experts
         self.device = device
         self._recorder: CallRecorder | None = None
         self.records = True
-        if self.enable_check_replay_result:
+        if checks:
             self._recorder = CallRecorder(rank=rank, topk=topk, counts_tokens=counts_tokens)
         self.drift = drift
         self.drifts = False  # True in the pass in which the drift is counted

@@ -12,17 +12,18 @@ import pytest
 from r3train.agents.command import run_command
 from r3train.agents.http import Access
 from r3train.chat.base import AgentFailed
+from r3train.config.agent_settings import AgentSection
 from tests.unit.agents.scripted import until
 
 
 _ACCESS = Access("http://127.0.0.1:1/v1", "sk-session")
-SETTINGS = dict(timeout_s=60.0, env_names=(), exit_code_fails=False)
 _TASK = {"prompt": "ask", "metadata": {"a": [1]}}
 
 
-async def _run(path, program, **settings):
+async def _run(path, program, output=None, **settings):
     command = [sys.executable, "-c", program]
-    return await run_command(command, _ACCESS, _TASK, path, **SETTINGS | settings)
+    given = AgentSection(**{"agent_timeout_s": 60.0} | settings)
+    return await run_command(command, _ACCESS, _TASK, path, given, output)
 
 
 async def test_a_harness_gets_its_task_and_its_reward_is_read(tmp_path):
@@ -66,7 +67,7 @@ async def test_no_secret_of_the_run_is_in_a_harness_or_its_guard(tmp_path, monke
             open(f"environ{pid}", "wb").write(open(f"/proc/{pid}/environ", "rb").read())
             open(f"line{pid}", "wb").write(open(f"/proc/{pid}/cmdline", "rb").read())
     """
-    await _run(tmp_path, program, env_names=["NAMED"])
+    await _run(tmp_path, program, agent_env=("NAMED",))
     files = {path.name: path.read_bytes() for path in (tmp_path / "work").iterdir()}
     environs = [content for name, content in files.items() if name.startswith("environ")]
     assert len(files) == 4 and len(environs) == 2
@@ -109,7 +110,7 @@ async def test_a_reward_that_was_written_counts_whatever_the_exit_code_unless_th
         (tmp_path / name).mkdir()
     assert await _run(tmp_path / "a", program) == 0.5
     with pytest.raises(AgentFailed, match="ended with (exit code 2|signal SIGKILL)") as failed:
-        await _run(tmp_path / "b", program, exit_code_fails=True)
+        await _run(tmp_path / "b", program, agent_exit_code_fails=True)
     assert failed.value.reward == 0.5
 
 
@@ -118,7 +119,7 @@ async def test_a_reward_does_not_hide_that_the_time_was_up(tmp_path):
         "import os, time; open(os.environ['R3TRAIN_REWARD_FILE'], 'w').write('0.5'); time.sleep(99)"
     )
     with pytest.raises(AgentFailed, match="took longer than 3 s") as failed:
-        await _run(tmp_path, program, timeout_s=3.0)
+        await _run(tmp_path, program, agent_timeout_s=3.0)
     assert failed.value.reward == 0.5
 
 
@@ -130,12 +131,14 @@ async def test_no_proxy_stands_between_a_harness_and_its_endpoint(tmp_path, monk
         assert urllib.request.proxy_bypass("127.0.0.1:1") and not urllib.request.proxy_bypass("c.example")
         open(os.environ["R3TRAIN_REWARD_FILE"], "w").write(str(bool(urllib.request.proxy_bypass("b.example")) + 0))
     """
-    assert await _run(tmp_path, program, env_names=["no_proxy"]) == 1.0
+    assert await _run(tmp_path, program, agent_env=("no_proxy",)) == 1.0
 
 
 async def test_a_command_that_is_not_there_fails_by_name(tmp_path):
     with pytest.raises(AgentFailed, match="exit code 127; .*\nno-such-harness: No such file"):
-        await run_command(["no-such-harness", "x"], _ACCESS, _TASK, tmp_path, **SETTINGS)
+        await run_command(
+            ["no-such-harness", "x"], _ACCESS, _TASK, tmp_path, AgentSection(agent_timeout_s=60.0)
+        )
 
 
 # It ignores SIGTERM; so does a grandchild that left its group.  The reward must never count.
@@ -170,7 +173,7 @@ async def _ended(path, how):
     path.mkdir()
     program = _STUBBORN.replace("END", "os._exit(0)" if how == "end" else "time.sleep(1000)")
     limit_s = 5.0 if how == "time-out" else 60.0
-    running = asyncio.create_task(_run(path, program, timeout_s=limit_s))
+    running = asyncio.create_task(_run(path, program, agent_timeout_s=limit_s))
     await until(lambda: running.done() or len(_pids(path)) == 2)
     pids = _pids(path)
     if how == "cancel":
@@ -235,8 +238,10 @@ async def test_a_harness_ends_with_the_run_that_is_killed(tmp_path):
         import asyncio, pathlib, sys
         from r3train.agents.command import run_command
         from r3train.agents.http import Access
+        from r3train.config.agent_settings import AgentSection
         command, directory = [sys.executable, "-c", sys.argv[2]], pathlib.Path(sys.argv[1])
-        asyncio.run(run_command(command, Access("http://x/v1", "k"), {}, directory, timeout_s=600, env_names=(), exit_code_fails=False))
+        access, bounds = Access("http://x/v1", "k"), AgentSection(agent_timeout_s=600)
+        asyncio.run(run_command(command, access, {}, directory, bounds))
     """
     program = _STUBBORN.replace("END", "time.sleep(1000)")
     process = await asyncio.create_subprocess_exec(

@@ -14,6 +14,7 @@ from r3train.agents.command import run_command
 from r3train.agents.guard import GRACE_S
 from r3train.agents.http import Access
 from r3train.chat.base import AgentFailed
+from r3train.config.agent_settings import AgentSection
 from r3train.process_tree import marked
 
 _ACCESS = Access("http://127.0.0.1:1/v1", "sk-session")
@@ -47,13 +48,7 @@ async def _end(directory: Path, *command: str, timeout_s: float = 600.0):
     began = time.monotonic()
     try:
         outcome = await run_command(
-            command,
-            _ACCESS,
-            {},
-            directory,
-            timeout_s=timeout_s,
-            env_names=(),
-            exit_code_fails=False,
+            command, _ACCESS, {}, directory, AgentSection(agent_timeout_s=timeout_s)
         )
     except AgentFailed as error:
         outcome = str(error)

@@ -569,7 +569,7 @@ def test_a_run_that_code_of_the_user_ends_by_sys_exit_0_ends_with_1(tiny, tmp_pa
         "r3train.trainer.megatron.topology.shutdown": lambda: None,
         "r3train.observe.logging_setup.setup_logging": lambda *_, **__: log,
         "r3train.launch.start.train.open_run_dir": lambda config, run_dir, broadcast: run_dir,
-        "r3train.launch.start.train.train": lambda *_: sys.exit(0),
+        "r3train.launch.start.run_rank.RankOfRun.train": lambda *_: sys.exit(0),
     }.items():
         monkeypatch.setattr(name, stub)
     assert train_program.run(SimpleNamespace(config=config), 0, tmp_path) == 1

@@ -10,6 +10,7 @@ import pytest
 
 from r3train.proof.served_verdict import (
     CanaryNoise,
+    CanaryStart,
     compare_servers,
     Difference,
     difference,
@@ -60,14 +61,9 @@ def record(now=None, earlier=None, noise=EXACT, router=(952, 0), suspicions=None
     return compare_servers(
         now or read(),
         [read(6, seed=6)] if earlier is None else earlier,
-        texts=TEXTS,
-        cached=[HALF] * 4,
-        router=router,
-        noise=noise,
-        suspicions=suspicions or Suspicions(1.0),
-        moe_layers=LAYERS,
-        num_experts=EXPERTS,
-        vocab_size=VOCAB,
+        CanaryStart(TEXTS, [HALF] * 4, noise, LAYERS, EXPERTS, VOCAB),
+        router,
+        suspicions or Suspicions(1.0),
     )
 
 

@@ -112,7 +112,7 @@ def test_a_few_rows_are_no_more_than_none_and_forty_are():
 def test_the_first_values_calibrate_but_not_beyond_the_highest_that_is_told():
     for highest, verdict in ((math.inf, "passed"), (0.02, "failed")):
         suspicions = Suspicions()
-        how = dict(start=0.01, calibrates=True, highest=highest)
+        how = dict(start=0.01, highest=highest)
         seen = [suspicions.see("decoded rows", 0, 0.3, **how) for _ in range(13)]
         assert [s.usual for s in seen[:8]] == [None] * 8 and suspicions.verdict(
             seen[:8]

@@ -66,8 +66,7 @@ class Calls:
             device=torch.device("cpu"),
             rank=5,
             counts_tokens=counts_tokens,
-            ci_test=False,
-            enable_r3_correctness_check=True,
+            checks=True,
         )
         random = torch.Generator().manual_seed(seed)
         self.scores = {n: torch.rand(ROWS, EXPERTS, generator=random) for n in LAYERS}

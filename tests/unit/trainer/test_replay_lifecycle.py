@@ -26,15 +26,14 @@ from r3train.trainer.megatron.replay import (  # noqa: E402
 NUM_ROWS, TOPK, NUM_EXPERTS = 6, 2, 8
 
 
-def make_manager(*, ci_test: bool = False, check: bool = True) -> RoutingReplayManager:
+def make_manager(*, check: bool = True) -> RoutingReplayManager:
     return RoutingReplayManager(
         num_experts=NUM_EXPERTS,
         topk=TOPK,
         device=torch.device("cpu"),
         rank=0,
         counts_tokens=True,
-        ci_test=ci_test,
-        enable_r3_correctness_check=check,
+        checks=check,
     )
 
 
@@ -136,14 +135,10 @@ def test_an_exception_leaves_no_stale_routes_and_no_half_counted_evidence():
         assert choose(manager)[0].tolist() == [0, 1]
 
 
-@pytest.mark.parametrize(
-    ("ci_test", "check", "expected"),
-    [(False, False, False), (True, False, True), (False, True, True), (True, True, True)],
-)
-def test_the_check_is_on_with_either_flag_and_costs_nothing_with_neither(ci_test, check, expected):
-    manager = make_manager(ci_test=ci_test, check=check)
-    assert manager.enable_check_replay_result is expected
-    assert (manager.recorder is not None) is expected
+@pytest.mark.parametrize("check", [False, True])
+def test_calls_are_recorded_with_the_check_alone(check):
+    manager = make_manager(check=check)
+    assert (manager.recorder is not None) is check
 
 
 @pytest.mark.parametrize("holds, current", [(5, 2), (4, 1), (7, 0), (None, 0)])
