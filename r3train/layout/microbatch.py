@@ -57,7 +57,7 @@ from r3train.types import (
 
 @dataclass(frozen=True)
 class Streams:
-    """What the samples of a run carry besides their tokens.
+    """Streams that the samples of a run carry besides their tokens.
 
     route_shape: None without R3; for fresh_prefixes see ``current_versions``; sampling_mask: log-probs are those among the
     tokens that sampling kept; teacher: samples carry a teacher's log-probs; index_topk: the choices of an indexer are

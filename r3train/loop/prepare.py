@@ -79,7 +79,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Preparation:
-    """What every rollout of a run is prepared for.
+    """Model, topology and rules for which all rollouts of a run are prepared.
 
     row_shape: the shape of a row of routes, None without R3; topologies: every rank's, by rank;
     passes: those that run the routers.
@@ -93,7 +93,7 @@ class Preparation:
 
     @property
     def streams(self) -> Streams:
-        """What the samples of a rollout carry besides their tokens."""
+        """Streams that the samples of a rollout carry besides their tokens."""
         config = self.config
         return Streams(
             self.row_shape,

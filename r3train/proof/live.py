@@ -27,7 +27,7 @@ from r3train.types import ReplayEvidence, RouteShape
 
 @dataclass(frozen=True)
 class StepClaims:
-    """What rank 0 judges of a step next to its replay.
+    """Claims that rank 0 judges of a step next to its replay.
 
     rechecked: comparisons with samples that were rechecked, None without any to expect; missed: see ``Recheck``;
     custody: the sessions of agents; served: the canaries of the step's weights, None without any; held: servers whose
@@ -43,7 +43,7 @@ class StepClaims:
 
 @dataclass(frozen=True, eq=False)
 class LiveProof:
-    """The proof of a run's steps: by which rule they are judged, and where the evidence goes.
+    """Proof of a run's steps: by which rule they are judged, and where the evidence goes.
 
     passes: those that replay; suspicions: see ``judge``; check_interval: rollouts between two steps that are judged.
     """

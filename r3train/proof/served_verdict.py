@@ -218,7 +218,7 @@ class ServerRead:
 
 @dataclass(frozen=True, eq=False)
 class CanaryStart:
-    """What a start knows of its canaries: texts (int32[T] each), what it measured of them, and the model's sizes.
+    """Canaries as a start measured them: texts (int32[T] each), what it measured of them, and the model's sizes.
 
     cached: cached tokens of each second reading.  moe_layers: those whose routes are compared.
     """

@@ -14,7 +14,7 @@ OK, FACT, WARNING, PROBLEM = "ok", "fact", "warning", "problem"
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check has found; ``remedy`` is empty where none is needed."""
+    """Result of a check; ``remedy`` is empty where none is needed."""
 
     level: str
     subject: str

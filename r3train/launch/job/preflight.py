@@ -105,7 +105,7 @@ class PreflightError(ConfigError):
 
 
 class By(IntEnum):
-    """Who checks: each does what those before it do, too."""
+    """Process that checks: each does what those before it do, too."""
 
     RANK = 0  # any rank
     NODE = 1  # the first rank of a node, which reads the data for the others
@@ -131,7 +131,7 @@ class Check:
 
 @dataclass
 class Found:
-    """What checks have read and found so far; a field is None until a row gives it, or where there is none."""
+    """Facts and findings of the checks so far; a field is None until a row gives it, or where there is none."""
 
     config: RunConfig
     world_size: int

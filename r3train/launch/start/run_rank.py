@@ -1,4 +1,4 @@
-"""What one rank does once all have joined: build the parts, run the loop, say how it ended.
+"""Run of one rank once all have joined: build the parts, run the loop, say how it ended.
 
 Import this module after ``prepare_device()``: it imports megatron-core.
 """

@@ -226,7 +226,7 @@ def make_log_prob_step(
 
 @dataclass(frozen=True)
 class TrainingRule:
-    """How rows become a loss.
+    """Rule by which rows become a loss.
 
     temperature: of the log-probs; chunk_size: as for ``make_log_prob_step``; num_ages: of weights that drew tokens.
     """

@@ -23,6 +23,7 @@ from aiohttp import web
 from click.testing import CliRunner
 
 import train_async
+from r3train.cpu.device import prepare_device
 from r3train.launch.start import train as train_program
 from r3train.config.hf_facts import read_hf_facts
 from r3train.config.options import parse_train_flags
@@ -559,6 +560,7 @@ def test_a_dry_run_without_torchrun_does_not_count_all_ranks_on_this_machine(tin
 
 def test_a_run_that_code_of_the_user_ends_by_sys_exit_0_ends_with_1(tiny, tmp_path, monkeypatch):
     """Wherever it is called from: the estimator's and the loss's own names are other tests'."""
+    prepare_device()  # before Megatron is imported
     config = parse_train_flags([*RECIPE, "--hf-checkpoint", str(tiny / "model")], prog_name="x")
     prepare_device()  # some of what is replaced imports Megatron
     recorded = []
