@@ -36,7 +36,7 @@ from megatron.core.transformer import TransformerConfig  # noqa: E402
 from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
 
 from r3train.config import RunConfig  # noqa: E402
-from r3train.config.hf_facts import read_hf_facts  # noqa: E402
+from r3train.families.read_facts import read_hf_facts  # noqa: E402
 from r3train.doctor.kernels import attention_shapes  # noqa: E402
 from r3train.families.published import PUBLISHED  # noqa: E402
 from r3train.host_group import join_ranks, leave_ranks  # noqa: E402

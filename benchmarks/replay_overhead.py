@@ -43,7 +43,7 @@ from benchmarks.samples import sample_of_routes  # noqa: E402
 from benchmarks.tiny_jobs import describe, tiny_model  # noqa: E402
 from r3train.config import RunConfig  # noqa: E402
 from r3train.config.data_settings import DataSection  # noqa: E402
-from r3train.config.hf_facts import read_hf_facts  # noqa: E402
+from r3train.families.read_facts import read_hf_facts  # noqa: E402
 from r3train.config.lora_settings import LoraSection  # noqa: E402
 from r3train.config.model_settings import ModelSection  # noqa: E402
 from r3train.config.parallel_settings import ParallelSection  # noqa: E402

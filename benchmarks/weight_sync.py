@@ -28,7 +28,7 @@ import torch
 
 from benchmarks.measure import flags, in_turns, ratios, spreads, write_result
 from benchmarks.tiny_jobs import DTYPE, tiny_model
-from r3train.config.hf_facts import read_hf_facts
+from r3train.families.read_facts import read_hf_facts
 from r3train.config.lora_settings import LoraSection
 from r3train.engine.adapters import AdapterPublisher, Adapters, adapter_flags
 from r3train.engine.control import EngineControl

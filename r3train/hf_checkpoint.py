@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from r3train.checksums import Sums, check, checksums, parsed
-from r3train.config.hf_facts import HfModelFacts, load_json_object
+from r3train.families.hf_facts import HfModelFacts
+from r3train.config.files import load_json_object
 from r3train.config.lora_settings import LoraSection
 from r3train.families import (
     FAMILIES,

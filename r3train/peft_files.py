@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import safe_open
 
-from r3train.config.hf_facts import HfModelFacts, load_json_object
+from r3train.families.hf_facts import HfModelFacts
+from r3train.config.files import load_json_object
 from r3train.config.lora_settings import linear_of, LoraSection
 from r3train.families import FAMILIES, tensor_names, weights_of
 from r3train.hf_checkpoint import (

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from r3train.config.hf_facts import read_hf_facts
+from r3train.families.read_facts import read_hf_facts
 from r3train.config.lora_settings import LoraSection
 from r3train.families import FAMILIES, tensor_names, tensor_shapes
 from r3train.families.weights import DiskTensor

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from r3train.config.hf_facts import read_hf_facts
+from r3train.families.read_facts import read_hf_facts
 from r3train.cpu.torchvision_stub import declare_torchvision_ops
 from r3train.families import FAMILIES
 from r3train.hf_checkpoint import is_trained, read_transformers_config

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from r3train.checksums import check
-from r3train.config.hf_facts import read_hf_facts
+from r3train.families.read_facts import read_hf_facts
 from r3train.config.options import parse_train_flags, usage_errors
 from r3train.hf_checkpoint import check_export_directory
 from r3train.launch.job.run_dir import CONFIG_FILE

@@ -15,7 +15,7 @@ from pathlib import Path
 import click
 
 from r3train.config.files import write_atomically
-from r3train.config.hf_facts import read_hf_facts
+from r3train.families.read_facts import read_hf_facts
 from r3train.config.options import parse_train_flags, usage_errors
 from r3train.config.sources import ConfigError, printable
 from r3train.cuda_environment import visible_gpus

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import errno
+import json
 import os
 import re
 import stat
@@ -19,6 +20,7 @@ from typing import Any, BinaryIO
 
 # far above any configuration; tomllib takes seconds for more
 MAX_TOML_BYTES = 1 << 20
+_MAX_JSON_BYTES = 64 << 20  # a config.json has a few kilobytes
 _MAX_KEY_PARTS = 16
 _FULL_BYTES = 1 << 20  # a disk with less is full
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
@@ -207,3 +209,22 @@ def free_bytes_if_full(directory: Path) -> int | None:
         return None
     free = found.f_bavail * found.f_frsize
     return free if free < _FULL_BYTES else None
+
+
+def load_json_object(file: Path) -> dict[str, Any]:
+    """Read a file that holds one JSON object; raises ValueError naming it."""
+    try:
+        content = json.loads(read_regular(file, _MAX_JSON_BYTES, follow=True).decode())
+    except OSError as error:
+        raise ValueError(f"{file}: cannot read: {error.strerror}") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file}: not JSON: {error}") from None
+    except RecursionError:
+        raise ValueError(f"{file}: nested too deeply for a configuration") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file}: not UTF-8: {error}") from None
+    except ValueError as error:  # a number of thousands of digits
+        raise ValueError(f"{file}: not JSON that can be read: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{file}: must hold a JSON object, got {type(content).__name__}")
+    return content

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from r3train.config.hf_facts import HfModelFacts
 from r3train.config.parallel_settings import ParallelSection
 
 _REPEATED_GROUP = re.compile(r"\(([^)]+)\)\*(\d+)")
@@ -109,14 +108,14 @@ def _stage_counts(num_layers: int, pp_size: int, first: int | None, last: int | 
     return ([first] if first is not None else []) + each + ([last] if last is not None else [])
 
 
-def layers_by_stage(parallel: ParallelSection, hf: HfModelFacts) -> list[list[tuple[int, ...]]]:
+def layers_by_stage(parallel: ParallelSection, num_layers: int) -> list[list[tuple[int, ...]]]:
     """1-based layer numbers of every chunk, as [pp rank][vp stage]; raises ValueError if they do not divide."""
     if parallel.pipeline_model_parallel_layout is not None:
         return parse_pipeline_layout(
             parallel.pipeline_model_parallel_layout, parallel.pipeline_model_parallel_size
         )
     return stage_layer_numbers(
-        hf.num_hidden_layers,
+        num_layers,
         parallel.pipeline_model_parallel_size,
         vpp_size=parallel.virtual_pipeline_model_parallel_size or 1,
         first=parallel.decoder_first_pipeline_num_layers,

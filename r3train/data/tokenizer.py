@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from r3train.config.hf_facts import HfModelFacts, load_json_object
+from r3train.families.hf_facts import HfModelFacts
+from r3train.config.files import load_json_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -8,8 +8,8 @@ from contextlib import suppress
 from dataclasses import replace
 
 from r3train.config import RunConfig
-from r3train.config.hf_facts import read_hf_facts
-from r3train.doctor import kernels, machine, memory, model_checks, patch_list
+from r3train.families.read_facts import read_hf_facts
+from r3train.doctor import kernels, machine, memory, job_facts, patch_list
 from r3train.families.published import config_directory
 from r3train.launch.gpus import gpus_here, ranks_that_fit
 from r3train.launch.job.finding import Findings, PROBLEM
@@ -72,8 +72,8 @@ def _of_machine(node: machine.Node) -> Iterator[Check]:
 
 def _of_run(node: machine.Node, card: str | None) -> Iterator[Check]:
     """Yield the checks of a configuration for which a start has no time, or which are facts."""
-    yield Check("configuration", model_checks.facts_of_job)
-    yield Check("KV pools", model_checks.check_pools)
+    yield Check("configuration", job_facts.facts_of_job)
+    yield Check("KV pools", job_facts.check_pools)
     yield Check("kernels", lambda config: _of_kernels(config, node, card))
     yield Check("room", lambda config: memory.check_room(config, node))
 

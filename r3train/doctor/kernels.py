@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from r3train.config import RunConfig
-from r3train.config.hf_facts import HfModelFacts, load_model_config
+from r3train.families.hf_facts import HfModelFacts
 from r3train.config.model_settings import TE_KERNELS
 from r3train.launch.job.finding import Findings, fact, ok, problem, warning
 from r3train.engine.flags import server_fields
@@ -124,7 +124,7 @@ def attention_shapes(
     Source of the names: transformer_engine 2.12.0, ``AttentionParams``; of the values: megatron-core 0.19.2,
     ``TEDotProductAttention``, and this actor's packs.
     """
-    content = load_model_config(hf.path)
+    content = hf.content
     fields = transformer_fields(FAMILIES[hf.model_type], hf)
     tp = config.parallel.tensor_model_parallel_size
     cp = config.parallel.context_parallel_size
@@ -240,7 +240,7 @@ def served_experts(config: RunConfig, hf: HfModelFacts) -> tuple[int, int] | Non
     if not is_served or is_elsewhere or others:
         return None
     tp, ep = (max(1, int(fields.get(name, 1))) for name in ("tp_size", "ep_size"))
-    shared = load_model_config(hf.path).get("n_shared_experts", 1)
+    shared = hf.content.get("n_shared_experts", 1)
     is_fused = hf.model_type in _FUSED_SHARED and shared == ep == 1
     fused = int(is_fused and not fields.get("disable_shared_experts_fusion"))
     return hf.num_experts // ep + fused, weights_of(hf).sizes["expert"] * ep // tp

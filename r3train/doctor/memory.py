@@ -9,10 +9,10 @@ import shutil
 from pathlib import Path
 
 from r3train.config import RunConfig
-from r3train.config.hf_facts import read_hf_facts
+from r3train.families.read_facts import read_hf_facts
 from r3train.launch.job.finding import Findings, ok, problem, room, warning
 from r3train.doctor.machine import Node, check_disk, existing_parent
-from r3train.families.checks import check_family
+from r3train.families.checks.family_checks import check_family
 from r3train.launch.estimate.memory_use import (
     Model,
     StageRanks,

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from r3train.config.hf_facts import HfModelFacts
+from r3train.families.hf_facts import HfModelFacts
 from r3train.config.lora_settings import LoraSection, linear_of
 from r3train.families import tensor_names
 from r3train.engine.backend import EngineError

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from r3train.config.hf_facts import load_json_object
+from r3train.config.files import load_json_object
 
 _WEIGHTS = "the run sends the weights of --hf-checkpoint's model, as they are"
 _SAMPLING = "every request carries --rollout-temperature, --rollout-top-p and --rollout-top-k"

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO
 
 from r3train.child_environment import inherited
-from r3train.config.hf_facts import load_json_object
+from r3train.config.files import load_json_object
 from r3train.families import (
     cpu_attention_of,
     has_linear_attention,

@@ -12,13 +12,22 @@ from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
 
-from r3train.config.hf_facts import HfModelFacts, load_model_config
+from r3train.config.files import load_json_object
+from r3train.families.hf_facts import HfModelFacts
 from r3train.families.family import Family, model_weights
 from r3train.families.tiny_options import TinyModel, TinyOptions
 from r3train.families.weights import ModelWeights, Shape, Weight
 
 # modules of this room that are no family
-_SHARED = ("checks", "family", "weight_rows", "tiny_options", "transformer", "weights")
+_SHARED = (
+    "family",
+    "hf_facts",
+    "read_facts",
+    "weight_rows",
+    "tiny_options",
+    "transformer",
+    "weights",
+)
 
 
 def _registered() -> dict[str, Family]:
@@ -118,7 +127,7 @@ def model_type_of(hf_checkpoint: Path) -> str:
     """Return the model_type in a directory's config.json; "" without one."""
     if not (hf_checkpoint / "config.json").is_file():
         return ""
-    return load_model_config(hf_checkpoint).get("model_type", "")
+    return load_json_object(hf_checkpoint / "config.json").get("model_type", "")
 
 
 def has_fused_experts(hf_checkpoint: Path) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from r3train.config.hf_facts import HfModelFacts, load_model_config
+from r3train.families.hf_facts import HfModelFacts
 from r3train.families.tiny_options import TinyModel
 from r3train.families.transformer import (
     DEFAULTS,
@@ -136,7 +136,7 @@ def indexer_layers(keys: Keys) -> list[bool]:
 
 def keys_of(family: Family, hf: HfModelFacts) -> Keys:
     """Return the keys of a checkpoint's config.json."""
-    content = load_model_config(hf.path)
+    content = hf.content
     defaults = DEFAULTS | family.defaults
     return Keys(f"{hf.path}/config.json", content, defaults, family.attribute_map)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from r3train.config.hf_facts import EXPERT_KEYS
+from r3train.families.hf_facts import EXPERT_KEYS
 
 Fields = dict[str, Any]
 # of rotary positions: transformers 5's key, and that of older releases

@@ -33,7 +33,7 @@ import numpy as np
 import torch.distributed as dist
 
 from r3train.config import RunConfig
-from r3train.config.hf_facts import HfModelFacts
+from r3train.families.hf_facts import HfModelFacts
 from r3train.engine.publish import WeightPublisher
 from r3train.host_group import host_barrier, rank_zero_alone
 from r3train.loop.canaries import Canaries, NotServed

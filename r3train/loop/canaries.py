@@ -34,9 +34,9 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from r3train.config import RunConfig
-from r3train.config.cross_checks import context_len
+from r3train.families.checks.settings_checks import context_len
 from r3train.config.files import open_regular
-from r3train.config.hf_facts import HfModelFacts
+from r3train.families.hf_facts import HfModelFacts
 from r3train.families import FAMILIES
 from r3train.host_group import host_group, rank_zero_alone
 from r3train.ids import split_uids

@@ -7,7 +7,7 @@ from itertools import islice
 from typing import Any
 
 from r3train.config import RunConfig
-from r3train.config.hf_facts import HfModelFacts
+from r3train.families.hf_facts import HfModelFacts
 from r3train.host_group import rank_zero_alone
 from r3train.loop.distribute import broadcast_json
 from r3train.loop.fleet import RankZero

@@ -24,8 +24,8 @@ from r3train.algo.trajectories import (
 from r3train.algo.reward_stats import GroupStats, group_stats
 from r3train.config import RunConfig
 from r3train.config.algorithm_settings import AlgorithmSection
-from r3train.config.cross_checks import replayed_index_topk
-from r3train.config.hf_facts import HfModelFacts
+from r3train.families.checks.settings_checks import replayed_index_topk
+from r3train.families.hf_facts import HfModelFacts
 from r3train.layout.bins import assign_microbatches, pack_bins
 from r3train.layout.microbatch import (
     build_microbatch,

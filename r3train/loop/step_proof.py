@@ -12,7 +12,7 @@ import numpy as np
 from r3train.algo.gap_budget import CanaryLogProbs, gap_budget
 from r3train.chat.token_ledger import session_ledgers
 from r3train.config import RunConfig
-from r3train.config.hf_facts import HfModelFacts
+from r3train.families.hf_facts import HfModelFacts
 from r3train.loop.canaries import Canaries
 from r3train.loop.held_weights import HeldWeights
 from r3train.loop.prepare import Prepared

@@ -9,7 +9,7 @@ from math import prod
 import numpy as np
 
 from r3train.config import RunConfig
-from r3train.config.hf_facts import HfModelFacts
+from r3train.families.hf_facts import HfModelFacts
 from r3train.hf_checkpoint import trained_tensors
 
 

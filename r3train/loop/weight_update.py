@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from r3train.config import RunConfig
-from r3train.config.hf_facts import HfModelFacts
+from r3train.families.hf_facts import HfModelFacts
 from r3train.engine.publish import WeightPublisher
 from r3train.families import quantised_tensors, tensor_shapes
 from r3train.fp8_blocks import as_served

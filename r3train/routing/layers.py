@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from r3train.config.hf_facts import HfModelFacts
+from r3train.families.hf_facts import HfModelFacts
 from r3train.config.model_settings import ModelSection
 from r3train.config.parallel_settings import ParallelSection
 from r3train.config.pipeline_layout import layers_by_stage
@@ -44,7 +44,7 @@ def layers_with_recomputed(
     """Numbers of the layers of which a module runs a second time in backward, see ``recomputed_layers``."""
     return tuple(
         layer
-        for stage in layers_by_stage(parallel, hf)
+        for stage in layers_by_stage(parallel, hf.num_hidden_layers)
         for chunk in stage
         for layer in recomputed_layers(
             chunk,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from r3train.config.hf_facts import read_hf_facts
+from r3train.families.read_facts import read_hf_facts
 from r3train.families import TINY_MODELS, tensor_shapes
 from r3train.families.tiny_options import TinyOptions, shared
 from r3train.types import RouteShape

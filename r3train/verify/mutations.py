@@ -26,7 +26,7 @@ import torch
 from safetensors.torch import load_file
 
 from r3train.config import RunConfig
-from r3train.config.hf_facts import HfModelFacts
+from r3train.families.hf_facts import HfModelFacts
 from r3train.engine import client, publish, publish_disk, publish_memory
 from r3train.engine.backend import Request, Segment
 from r3train.ids import is_of_rollout

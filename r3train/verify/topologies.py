@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from r3train.config.hf_facts import HfModelFacts
+from r3train.families.hf_facts import HfModelFacts
 from r3train.config.model_settings import ModelSection
 from r3train.config.parallel_settings import ParallelSection
 from r3train.routing.layers import recomputed_moe_layers

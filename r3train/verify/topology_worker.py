@@ -37,7 +37,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 
 from r3train.config import RunConfig  # noqa: E402
 from r3train.config.data_settings import DataSection  # noqa: E402
-from r3train.config.hf_facts import read_hf_facts  # noqa: E402
+from r3train.families.read_facts import read_hf_facts  # noqa: E402
 from r3train.config.model_settings import ModelSection  # noqa: E402
 from r3train.config.replay_settings import ReplaySection  # noqa: E402
 from r3train.config.rollout_settings import RolloutSection  # noqa: E402

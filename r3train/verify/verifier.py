@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors.torch import load_file
 
-from r3train.config.hf_facts import read_hf_facts
+from r3train.families.read_facts import read_hf_facts
 from r3train.audit.audit_run import audit_run
 from r3train.verify import runner
 from r3train.verify.compare_outcomes import (

@@ -30,7 +30,7 @@ sys.path.insert(0, str(HERE.parents[1]))
 
 from safetensors.torch import save_file  # noqa: E402
 
-from r3train.config.hf_facts import read_hf_facts  # noqa: E402
+from r3train.families.read_facts import read_hf_facts  # noqa: E402
 from r3train.families import FAMILIES  # noqa: E402
 from r3train.families.family import model_arguments  # noqa: E402
 from r3train.families.published import PUBLISHED  # noqa: E402

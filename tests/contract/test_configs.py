@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from r3train.config import RunConfig
-from r3train.config.cross_checks import check_model, check_static, prompt_limit
+from r3train.families.checks.settings_checks import check_model, prompt_limit
+from r3train.config.cross_checks import check_static
 from tests.unit.hf_model import facts
 
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -12,7 +12,7 @@ import pytest
 from pyarrow import parquet
 
 from r3train.config import RunConfig
-from r3train.config.hf_facts import read_hf_facts
+from r3train.families.read_facts import read_hf_facts
 from r3train.config.options import parse_train_flags
 from r3train.families import tensor_shapes
 from r3train.launch.job.finding import OK

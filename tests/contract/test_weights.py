@@ -12,7 +12,8 @@ import pytest
 
 import torch
 
-from r3train.config.hf_facts import HfModelFacts, read_hf_facts
+from r3train.families.hf_facts import HfModelFacts
+from r3train.families.read_facts import read_hf_facts
 from r3train.config.lora_settings import LoraSection
 from r3train.families import FAMILIES, tensor_shapes, weights_of
 from r3train.families.weights import ModelWeights, Weight

@@ -6,7 +6,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from r3train.config.hf_facts import read_hf_facts
+from r3train.families.read_facts import read_hf_facts
 from r3train.config.lora_settings import LoraSection
 from r3train.families import FAMILIES
 from r3train.engine.adapters import AdapterPublisher, Adapters, adapter_flags, adapter_name

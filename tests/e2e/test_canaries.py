@@ -28,7 +28,7 @@ from r3train.audit.audit_run import audit_run  # noqa: E402
 from r3train.audit.findings import SERVED  # noqa: E402
 from r3train.config import RunConfig  # noqa: E402
 from r3train.config.data_settings import DataSection  # noqa: E402
-from r3train.config.hf_facts import read_hf_facts  # noqa: E402
+from r3train.families.read_facts import read_hf_facts  # noqa: E402
 from r3train.config.model_settings import ModelSection  # noqa: E402
 from r3train.config.replay_settings import ReplaySection  # noqa: E402
 from r3train.config.rollout_settings import RolloutSection  # noqa: E402

@@ -19,7 +19,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 from r3train.cli import main
-from r3train.config.hf_facts import read_hf_facts
+from r3train.families.read_facts import read_hf_facts
 from r3train.config.lora_settings import LoraSection
 from r3train.families import (
     DENSE_NAMES,

@@ -23,7 +23,7 @@ DEVICE = prepare_device()
 
 from r3train.cli import main  # noqa: E402
 from r3train.config import RunConfig  # noqa: E402
-from r3train.config.hf_facts import read_hf_facts  # noqa: E402
+from r3train.families.read_facts import read_hf_facts  # noqa: E402
 from r3train.engine.control import EngineControl  # noqa: E402
 from r3train.engine.server import SGLangServer  # noqa: E402
 from r3train.families import FAMILIES, FP8_SCALE, quantised_tensors  # noqa: E402

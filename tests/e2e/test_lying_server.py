@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from r3train.config.hf_facts import read_hf_facts
+from r3train.families.read_facts import read_hf_facts
 from r3train.loop.rollout_file import BUFFER_FILE, read_samples, write_samples
 from r3train.audit.audit_run import audit_run
 from r3train.routing.wire import decode_routed_experts

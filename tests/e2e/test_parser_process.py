@@ -14,7 +14,7 @@ import pytest
 
 from r3train.chat.base import Parsed
 from r3train.config import RunConfig
-from r3train.config.hf_facts import read_hf_facts
+from r3train.families.read_facts import read_hf_facts
 from r3train.data.tokenizer import load_tokenizer
 from r3train.engine import parser_process
 from r3train.engine.parser_process import Parser, within_limit

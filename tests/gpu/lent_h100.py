@@ -60,7 +60,7 @@ def actor(report: str, dtype: str) -> Facts:
     device = prepare_device()
     import torch
 
-    from r3train.config.hf_facts import read_hf_facts
+    from r3train.families.read_facts import read_hf_facts
     from r3train.families.tiny_options import SIZES, TinyOptions
     from r3train.host_group import join_ranks, leave_ranks
     from r3train.verify.tiny import random_model, save

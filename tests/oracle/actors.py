@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from r3train.config import RunConfig
-from r3train.config.hf_facts import HfModelFacts
+from r3train.families.hf_facts import HfModelFacts
 from r3train.generation import stitch
 from r3train.host_group import host_group
 from r3train.layout.microbatch import slice_microbatch, Streams
@@ -118,7 +118,7 @@ def actor_of(
     model_only: bool = False,
 ) -> Iterator[Any]:
     """Build this rank's actor as a job does, resumed from ``checkpoint``; it ends with the context."""
-    from r3train.config.hf_facts import read_hf_facts
+    from r3train.families.read_facts import read_hf_facts
     from r3train.launch.start.build_actor import build_actor
     from r3train.launch.job.checked_job import Job
     from r3train.launch.job.resume import ResumePoint

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from r3train.config.hf_facts import read_hf_facts
+from r3train.families.read_facts import read_hf_facts
 from r3train.verify.model_zoo import VARIANTS, write_checkpoint
 from tests.oracle.actors import actor_of, configuration, in_ranks, samples, slices_of
 

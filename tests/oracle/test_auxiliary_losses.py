@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from r3train.config.hf_facts import read_hf_facts
+from r3train.families.read_facts import read_hf_facts
 from r3train.verify.model_zoo import ModelVariant, write_checkpoint
 from r3train.verify.oracle import SampleTrace, forward
 from tests.oracle.actors import actor_of, configuration, in_ranks, samples, slices_of

@@ -18,10 +18,8 @@ import torch
 from safetensors.torch import load_file
 
 from r3train.config.checkpoint_settings import CheckpointSection
-from r3train.config.hf_facts import read_hf_facts
-from r3train.config.parallel_settings import ParallelSection
+from r3train.families.read_facts import read_hf_facts
 from r3train.families import FAMILIES, TINY_MODELS, TINY_NAMES, Family, tensor_names
-from r3train.families.checks import topology_conflicts
 from r3train.hf_checkpoint import is_trained, read_headers
 from r3train.ids import token_uids
 from r3train.verify.tiny import random_model, save

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from r3train.config.hf_facts import read_hf_facts
+from r3train.families.read_facts import read_hf_facts
 from r3train.config.sources import ConfigError
 from r3train.hf_checkpoint import read_headers
 from r3train.verify.tiny import random_model, save

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from r3train.audit.audit_run import audit_run
-from r3train.config.hf_facts import read_hf_facts
+from r3train.families.read_facts import read_hf_facts
 from r3train.routing.indexer_topk import num_words, to_bits
 from r3train.types import TrainSample
 from tests.hf_reference import HfReference

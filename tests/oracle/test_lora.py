@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from r3train.config.hf_facts import read_hf_facts
+from r3train.families.read_facts import read_hf_facts
 from r3train.config.lora_settings import LoraSection
 from r3train.families import DENSE_NAMES, FAMILIES, TINY_NAMES, tensor_names
 from r3train.peft_files import write_adapter

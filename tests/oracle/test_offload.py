@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from r3train.config.hf_facts import read_hf_facts
+from r3train.families.read_facts import read_hf_facts
 from r3train.verify.model_zoo import ModelVariant, write_checkpoint
 from tests.oracle.actors import actor_of, configuration, in_ranks, samples, slices_of
 

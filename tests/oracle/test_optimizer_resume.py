@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from r3train.config.checkpoint_settings import CheckpointSection
-from r3train.config.hf_facts import read_hf_facts
+from r3train.families.read_facts import read_hf_facts
 from r3train.families import float32_tensors
 from r3train.verify.model_zoo import ModelVariant, write_checkpoint
 from r3train.verify.tiny import TinyOptions, build

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from r3train.config.hf_facts import read_hf_facts
+from r3train.families.read_facts import read_hf_facts
 from r3train.config.lora_settings import LoraSection
 from r3train.peft_files import not_in_peft, write_adapter
 from r3train.cpu.torchvision_stub import declare_torchvision_ops

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from r3train.config.hf_facts import HfModelFacts, read_hf_facts
+from r3train.families.hf_facts import HfModelFacts
+from r3train.families.read_facts import read_hf_facts
 from r3train.audit.audit_run import audit_run
 from r3train.types import TrainSample
 from r3train.verify.model_zoo import VARIANTS, write_checkpoint

@@ -33,7 +33,7 @@ from unittest.mock import MagicMock, patch
 import torch
 
 from r3train.config import RunConfig
-from r3train.config.hf_facts import read_hf_facts
+from r3train.families.read_facts import read_hf_facts
 from r3train.cpu.torchvision_stub import declare_torchvision_ops
 from r3train.engine.server import SGLangServer
 from r3train.launch.gpus import served_gpus

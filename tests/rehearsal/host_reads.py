@@ -31,7 +31,7 @@ from megatron.core.models.common.embeddings import rope_utils  # noqa: E402
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet  # noqa: E402
 from megatron.core.transformer.moe import moe_layer  # noqa: E402
 
-from r3train.config.hf_facts import read_hf_facts  # noqa: E402
+from r3train.families.read_facts import read_hf_facts  # noqa: E402
 from r3train.cpu import device as cpu_device  # noqa: E402
 from r3train.host_group import join_ranks  # noqa: E402
 from r3train.families import has_linear_attention  # noqa: E402

@@ -28,7 +28,7 @@ from megatron.core.tensor_parallel import layers, mappings
 
 from r3train.algo.losses.policy_losses import configured_loss
 from r3train.config import RunConfig
-from r3train.config.hf_facts import read_hf_facts
+from r3train.families.read_facts import read_hf_facts
 from r3train.trainer.megatron.forward_step import make_train_step, TrainingRule
 from tests.published import RECIPES, Recipe, shapes_of, write_config
 

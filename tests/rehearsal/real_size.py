@@ -34,7 +34,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
 from r3train.config import RunConfig  # noqa: E402
-from r3train.config.hf_facts import read_hf_facts  # noqa: E402
+from r3train.families.read_facts import read_hf_facts  # noqa: E402
 from r3train.cpu.torchvision_stub import declare_torchvision_ops  # noqa: E402
 from tests.published import RECIPES, Recipe, shapes_of, write_config  # noqa: E402
 from tests.rehearsal.loss_memory import Account  # noqa: E402

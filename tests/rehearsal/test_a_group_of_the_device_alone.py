@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from r3train.config.hf_facts import read_hf_facts
+from r3train.families.read_facts import read_hf_facts
 from r3train.data.tokenizer import load_tokenizer
 from r3train.loop.replay_source import dump_rollout
 from r3train.verify.tiny import TinyOptions, build

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from r3train.config.hf_facts import read_hf_facts
+from r3train.families.read_facts import read_hf_facts
 from r3train.verify.tiny import build
 from r3train.families.tiny_options import TinyOptions
 from tests.oracle import actors

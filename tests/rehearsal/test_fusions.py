@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from r3train.config import RunConfig
-from r3train.config.cross_checks import check_model
-from r3train.config.hf_facts import read_hf_facts
+from r3train.families.checks.settings_checks import check_model
+from r3train.families.read_facts import read_hf_facts
 from r3train.config.model_settings import TE_KERNELS
 from r3train.config.sources import ConfigError
 from r3train.cpu.device import prepare_device

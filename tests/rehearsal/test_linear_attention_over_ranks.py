@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from r3train.config.hf_facts import read_hf_facts
+from r3train.families.read_facts import read_hf_facts
 from tests.oracle import actors, test_families as oracle
 from tests.oracle.actors import in_ranks
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from r3train.config.checkpoint_settings import CheckpointSection
-from r3train.config.hf_facts import read_hf_facts
+from r3train.families.read_facts import read_hf_facts
 from r3train.verify.model_zoo import write_checkpoint
 from tests.oracle import actors
 from tests.oracle.actors import actor_of, configuration, in_ranks, samples, slices_of

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from r3train.config import RunConfig
-from r3train.config.hf_facts import HfModelFacts, read_hf_facts
+from r3train.families.hf_facts import HfModelFacts
+from r3train.families.read_facts import read_hf_facts
 from r3train.families import tensor_names
 from r3train.families.published import PUBLISHED
 from r3train.launch.estimate import memory_use

@@ -9,7 +9,7 @@ import pytest
 from torch.distributed.checkpoint import FileSystemReader
 
 from r3train.config.checkpoint_settings import CheckpointSection
-from r3train.config.hf_facts import read_hf_facts
+from r3train.families.read_facts import read_hf_facts
 from tests.oracle import actors
 from tests.oracle.actors import actor_of, configuration, in_ranks, samples, slices_of
 from tests.oracle.test_families import make

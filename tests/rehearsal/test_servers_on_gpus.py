@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from r3train.config import RunConfig
-from r3train.config.hf_facts import read_hf_facts
+from r3train.families.read_facts import read_hf_facts
 from r3train.launch.job.finding import OK
 from r3train.doctor.kernels import CARDS as CARD_NAMES, check_tuned_experts, served_experts
 from r3train.families.published import PUBLISHED

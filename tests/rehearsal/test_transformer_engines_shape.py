@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from r3train.config.hf_facts import read_hf_facts
+from r3train.families.read_facts import read_hf_facts
 from r3train.audit.audit_run import audit_run
 from r3train.verify import runner
 from r3train.verify.compare_outcomes import GATES, GRADIENTS, compare

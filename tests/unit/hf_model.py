@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from r3train.config.hf_facts import HfModelFacts
+from r3train.families.hf_facts import HfModelFacts
 
 
 def facts(**changes) -> HfModelFacts:

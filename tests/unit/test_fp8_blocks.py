@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from r3train.config.hf_facts import read_hf_facts
+from r3train.families.read_facts import read_hf_facts
 from r3train.families import FAMILIES, FP8_SCALE, quantised_tensors, tensor_shapes
 from r3train.families.tiny_options import TinyOptions
 from r3train.fp8_blocks import as_served, dequantised, quantised, rounded_activations

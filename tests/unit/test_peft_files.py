@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from r3train.config.hf_facts import read_hf_facts
+from r3train.families.read_facts import read_hf_facts
 from r3train.config.lora_settings import LoraSection
 from r3train.hf_checkpoint import WeightIndex, check_tensors, kind_of, read_headers
 from r3train.peft_files import (

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from r3train.config.hf_facts import read_hf_facts
+from r3train.families.read_facts import read_hf_facts
 from r3train.hf_checkpoint import check_tensors, trained_tensors, WeightIndex
 
 GATE = "model.layers.1.mlp.gate.weight"

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
 from r3train.config import RunConfig
-from r3train.config.hf_facts import read_hf_facts
+from r3train.families.read_facts import read_hf_facts
 from r3train.config.sources import ConfigError, flag_name
-from r3train.families.checks import check_family
+from r3train.families.checks.family_checks import check_family
 from r3train.families.published import config_directory
 from r3train.launch.estimate.memory_use import (
     GIGA,

@@ -13,7 +13,7 @@ from functools import cached_property, reduce
 from math import ceil, inf, prod
 
 from r3train.config import RunConfig
-from r3train.config.hf_facts import HfModelFacts, load_model_config
+from r3train.families.hf_facts import HfModelFacts
 from r3train.config.pipeline_layout import layers_by_stage
 from r3train.config.lora_settings import LoraSection
 from r3train.data.rotated_files import PART_BYTES
@@ -207,7 +207,10 @@ def stages(config: RunConfig, model: Model, world_size: int) -> list[StageRanks]
     buckets = {"distributed": 3.0, "disk": 0.0, "shared_memory": 1.0}
     update = buckets[config.trainer.update_weight_transfer_mode] if config.has_engines else 0.0
     update *= config.trainer.update_weight_buffer_size
-    stage_layers, each = layers_by_stage(config.parallel, model.hf), world_size // pp
+    stage_layers, each = (
+        layers_by_stage(config.parallel, model.hf.num_hidden_layers),
+        world_size // pp,
+    )
     held = sum(len(chunk) for chunks in stage_layers for chunk in chunks)
     if held != len(model.layers):
         raise ValueError(
@@ -460,7 +463,7 @@ def _pool_shares(config: RunConfig, model: Model) -> list[float]:
     window_share = flags.get("swa_full_tokens_ratio") or _WINDOW_SHARE
     if flags.get("disable_hybrid_swa_memory") or type(window_share) is not float:
         window_share = 1.0
-    types = load_model_config(model.hf.path).get("layer_types") or []
+    types = model.hf.content.get("layer_types") or []
     slides = ["sliding" in kind for kind in types[: len(model.layers)]]
     slides += [False] * (len(model.layers) - len(slides))
     return [window_share if one and not all(slides) else 1.0 for one in slides]

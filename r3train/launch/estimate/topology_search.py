@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from itertools import product
 
 from r3train.config import RunConfig
-from r3train.config.cross_checks import check_model, check_static
+from r3train.families.checks.settings_checks import check_model
+from r3train.config.cross_checks import check_static
 from r3train.config.parallel_settings import ParallelSection
 from r3train.config.sources import ConfigError
 from r3train.launch.estimate.memory_use import Model, StageRanks, stages

@@ -18,7 +18,7 @@ import psutil
 
 from r3train.agents.http import ChatEndpoint
 from r3train.config import RunConfig
-from r3train.config.hf_facts import read_hf_facts
+from r3train.families.read_facts import read_hf_facts
 from r3train.data.templates import ChatTemplate, SessionTemplate
 from r3train.data.tokenizer import load_tokenizer
 from r3train.generation.agent_episode import AgentEpisode, Agents

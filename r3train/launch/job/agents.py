@@ -25,8 +25,8 @@ from r3train.agents.workers import Workers
 from r3train.chat.base import AgentFailed, AgentTask, ChatRefused, ChatRequest, Parsed, Read
 from r3train.config import RunConfig
 from r3train.config.agent_settings import AgentSection
-from r3train.config.cross_checks import context_len
-from r3train.config.hf_facts import HfModelFacts
+from r3train.families.checks.settings_checks import context_len
+from r3train.families.hf_facts import HfModelFacts
 from r3train.data.json_lines import append_lines
 from r3train.data.templates import ChatTemplate, SessionTemplate
 from r3train.engine.backend import SamplingParams, Segment

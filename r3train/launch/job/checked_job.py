@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from r3train.config import RunConfig
-from r3train.config.cross_checks import context_len
+from r3train.families.checks.settings_checks import context_len
 from r3train.config.evaluation_settings import EvalDataset
-from r3train.config.hf_facts import HfModelFacts
+from r3train.families.hf_facts import HfModelFacts
 from r3train.cuda_environment import RANK_DEFAULTS
 from r3train.data.file_fingerprint import FileFingerprint, facts_fingerprint
 from r3train.data.curriculum import DifficultyOrder, PASS_RATES_FILE

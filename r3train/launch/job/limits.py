@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 
 from r3train.config import RunConfig
-from r3train.config.hf_facts import HfModelFacts
+from r3train.families.hf_facts import HfModelFacts
 from r3train.cuda_environment import visible_gpus
 from r3train.engine.addresses import LOOPBACK
 from r3train.launch.estimate.memory_use import host_bytes, Model, stages

@@ -9,8 +9,9 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from r3train.config import RunConfig
-from r3train.config.cross_checks import replayed_index_topk
-from r3train.config.hf_facts import HfModelFacts, load_json_object
+from r3train.families.checks.settings_checks import replayed_index_topk
+from r3train.families.hf_facts import HfModelFacts
+from r3train.config.files import load_json_object
 from r3train.config.sources import ConfigError, raise_all
 from r3train.cuda_environment import visible_gpus
 from r3train.engine.addresses import host_of, interface_of
@@ -25,7 +26,7 @@ from r3train.families import (
     is_of_text_and_images,
     TINY_MODELS,
 )
-from r3train.families.checks import untrained_parts
+from r3train.families.checks.family_checks import untrained_parts
 from r3train.hf_checkpoint import check_export_directory, rounded_tensors, TensorKind
 from r3train.launch.job.finding import Findings, warning
 from r3train.launch.job.run_dir import check_can_be_made

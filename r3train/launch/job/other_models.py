@@ -10,13 +10,14 @@ from typing import Any
 
 from r3train.config import RunConfig
 from r3train.config.files import path_hint
-from r3train.config.hf_facts import HfModelFacts, read_hf_facts
+from r3train.families.hf_facts import HfModelFacts
+from r3train.families.read_facts import read_hf_facts
 from r3train.cpu.torchvision_stub import declare_torchvision_ops
 from r3train.data.tokenizer import load_tokenizer
 from r3train.engine.backend import EngineError
 from r3train.engine.key import engine_api_key
 from r3train.engine.teacher import ServedTeacher, TEACHER_KEY
-from r3train.families.checks import check_family
+from r3train.families.checks.family_checks import check_family
 from r3train.hf_checkpoint import check_tensors, read_transformers_config, TensorKind
 
 # keys of config.json, or patterns of them, that change no log-prob of the actor; all others must be equal

@@ -16,16 +16,15 @@ from r3train.config import RunConfig
 from r3train.config.cross_checks import (
     algorithm_warnings,
     check_evaluation,
-    check_longest_chain,
     check_longest_sample,
-    check_model,
     check_static,
-    prompt_limit,
     rate_warnings,
     replay_warnings,
 )
+from r3train.families.checks.settings_checks import check_longest_chain, check_model, prompt_limit
 from r3train.config.data_settings import LABEL_KEY, METADATA_KEY
-from r3train.config.hf_facts import HfModelFacts, read_hf_facts
+from r3train.families.hf_facts import HfModelFacts
+from r3train.families.read_facts import read_hf_facts
 from r3train.config.sources import ConfigError, raise_all
 from r3train.data.file_fingerprint import FileFingerprint
 from r3train.data.prompts import unknown_tokens

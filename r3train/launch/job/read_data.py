@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from r3train.config import RunConfig
-from r3train.config.cross_checks import eval_prompt_limit, prompt_limit
+from r3train.families.checks.settings_checks import eval_prompt_limit, prompt_limit
 from r3train.config.data_settings import DataSection, PromptFile
 from r3train.config.evaluation_settings import EvalDataset
-from r3train.config.hf_facts import HfModelFacts
+from r3train.families.hf_facts import HfModelFacts
 from r3train.data.conversations import load_conversations
 from r3train.data.file_fingerprint import FileFingerprint
 from r3train.data.prompts import load_prompts, Note

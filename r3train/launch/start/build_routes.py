@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from r3train.config import RunConfig
-from r3train.config.hf_facts import HfModelFacts
+from r3train.families.hf_facts import HfModelFacts
 from r3train.loop.route_transport import Routes, RoutesOnRank0
 from r3train.route_stores.stores import RouteStores
 

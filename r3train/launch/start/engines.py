@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from r3train.config import RunConfig
-from r3train.config.cross_checks import context_len, replayed_index_topk
+from r3train.families.checks.settings_checks import context_len, replayed_index_topk
 from r3train.config.rollout_settings import RolloutSection
 from r3train.cuda_environment import visible_gpus
 from r3train.families import FP8_SCALE, has_fused_experts, sent_together

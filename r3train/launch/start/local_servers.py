@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from r3train.config import RunConfig
-from r3train.config.cross_checks import replayed_index_topk
-from r3train.config.hf_facts import HfModelFacts, read_hf_facts
+from r3train.families.checks.settings_checks import replayed_index_topk
+from r3train.families.hf_facts import HfModelFacts
+from r3train.families.read_facts import read_hf_facts
 from r3train.engine.addresses import LOOPBACK
 from r3train.engine.key import engine_api_key
 from r3train.engine.server import SGLangServer

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from r3train.config.files import write_atomically
-from r3train.config.cross_checks import replayed_index_topk
+from r3train.families.checks.settings_checks import replayed_index_topk
 from r3train.engine.server import SGLangServer
 from r3train.observe.console import RunDisplay
 from r3train.data.curriculum import PASS_RATES_FILE

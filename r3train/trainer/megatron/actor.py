@@ -21,7 +21,7 @@ from r3train.algo.losses.guarded import GuardedLoss
 from r3train.algo.losses.policy_losses import configured_loss, is_users
 from r3train.algo.policy_loss import metric_names
 from r3train.config import RunConfig
-from r3train.config.hf_facts import HfModelFacts
+from r3train.families.hf_facts import HfModelFacts
 from r3train.trainer.megatron import hf_weights, lora
 from r3train.trainer.megatron.auxiliary_losses import AuxiliaryLosses
 from r3train.trainer.megatron.export import export_hf_weights, GatherTo

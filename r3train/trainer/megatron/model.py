@@ -23,7 +23,7 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from r3train.config import RunConfig
-from r3train.config.hf_facts import HfModelFacts
+from r3train.families.hf_facts import HfModelFacts
 from r3train.config.model_settings import TE_KERNELS
 from r3train.cpu.device import uses_transformer_engine
 from r3train.families import FAMILIES, weights_of

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from r3train.checksums import Sums, check, parsed
-from r3train.config.hf_facts import load_json_object
+from r3train.config.files import load_json_object
 
 LATEST = "latest_checkpointed_iteration.txt"
 STATE = "trainer_state.json"

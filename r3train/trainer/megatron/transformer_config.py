@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from megatron.core.activations import quick_gelu, squared_relu
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
-from r3train.config.hf_facts import HfModelFacts
+from r3train.families.hf_facts import HfModelFacts
 from r3train.config.parallel_settings import ParallelSection
 from r3train.families import FAMILIES
 from r3train.families.family import keys_of, transformer_fields

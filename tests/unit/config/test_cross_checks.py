@@ -8,13 +8,11 @@ import pytest
 
 from r3train.config.cross_checks import (
     algorithm_warnings,
-    check_model,
-    replayed_index_topk,
     check_static,
-    prompt_limit,
     rate_warnings,
     replay_warnings,
 )
+from r3train.families.checks.settings_checks import check_model, replayed_index_topk, prompt_limit
 from r3train.config.sources import ConfigError
 from tests.unit.config.test_config import config
 from tests.unit.config.test_rules import made, PASSES, rows

@@ -6,9 +6,9 @@ import re
 import subprocess
 from pathlib import Path
 
-from r3train.config.hf_facts import read_hf_facts
+from r3train.families.read_facts import read_hf_facts
 from r3train.families import FAMILIES
-from r3train.families.checks import family_conflicts
+from r3train.families.checks.family_checks import family_conflicts
 from r3train.verify.tiny import build
 from r3train.families.tiny_options import TinyOptions
 

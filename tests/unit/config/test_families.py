@@ -14,8 +14,8 @@ from safetensors.numpy import load_file, save_file
 from safetensors.torch import load_file as load_torch
 from safetensors.torch import save_file as save_torch
 
-from r3train.config.cross_checks import check_model
-from r3train.config.hf_facts import read_hf_facts
+from r3train.families.checks.settings_checks import check_model
+from r3train.families.read_facts import read_hf_facts
 from r3train.families import (
     DENSE_NAMES,
     FAMILIES,
@@ -24,7 +24,7 @@ from r3train.families import (
     sent_together,
     tensor_shapes,
 )
-from r3train.families.checks import check_family, untrained_parts
+from r3train.families.checks.family_checks import check_family, untrained_parts
 from r3train.families.published import published_names
 from r3train.hf_checkpoint import copy_all_but_weights, is_trained, read_headers
 from r3train.verify.tiny import build

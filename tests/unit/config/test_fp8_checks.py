@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from r3train.config.cross_checks import check_model
-from r3train.config.hf_facts import read_hf_facts
+from r3train.families.checks.settings_checks import check_model
+from r3train.families.read_facts import read_hf_facts
 from r3train.families.tiny_options import TinyOptions
 from r3train.verify.tiny import build
 from tests.unit.config.test_config import config

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from r3train.config.hf_facts import read_hf_facts
+from r3train.families.read_facts import read_hf_facts
 
 QWEN = {
     "model_type": "qwen3_moe",

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from r3train.config.cross_checks import check_model
-from r3train.config.hf_facts import read_hf_facts
+from r3train.families.checks.settings_checks import check_model
+from r3train.families.read_facts import read_hf_facts
 from r3train.config.lora_settings import LoraSection
 from r3train.families import FAMILIES, tensor_names
 from r3train.verify.tiny import build

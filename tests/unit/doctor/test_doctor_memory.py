@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from r3train.cli import main
-from r3train.config.hf_facts import read_hf_facts
+from r3train.families.read_facts import read_hf_facts
 from r3train.doctor import diagnosis, memory
 from r3train.doctor.machine import Node
 from r3train.launch.job.finding import OK, PROBLEM, WARNING, Finding

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from r3train.config import RunConfig
-from r3train.config.hf_facts import read_hf_facts
+from r3train.families.read_facts import read_hf_facts
 from r3train.doctor import diagnosis, kernels
 from r3train.launch.job.finding import FACT, OK, PROBLEM, WARNING
 from tests.published import RECIPES, write_config

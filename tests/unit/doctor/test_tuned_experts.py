@@ -11,7 +11,8 @@ from click.testing import CliRunner
 
 from r3train.cli import main
 from r3train.config import RunConfig
-from r3train.config.hf_facts import HfModelFacts, read_hf_facts
+from r3train.families.hf_facts import HfModelFacts
+from r3train.families.read_facts import read_hf_facts
 from r3train.doctor import kernels
 from r3train.launch.job.finding import OK, WARNING, Finding
 from tests.published import RECIPES, write_config

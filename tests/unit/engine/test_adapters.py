@@ -12,7 +12,7 @@ from aiohttp import web
 from safetensors.torch import load_file
 from tests.unit.fake_engine_server import answer_to, client_of, Fake, SAMPLING
 
-from r3train.config.hf_facts import read_hf_facts
+from r3train.families.read_facts import read_hf_facts
 from r3train.config.lora_settings import LoraSection
 from r3train.engine.adapters import AdapterPublisher, Adapters, adapter_flags
 from r3train.engine.backend import BadAnswer, EngineDied, EngineError, Request

@@ -24,7 +24,7 @@ from r3train.engine.control import EngineControl
 from r3train.engine.publish import DistributedPublisher, buckets, flatten
 from r3train.engine.publish_disk import Comparison, DiskPublisher, compare_on_servers
 from r3train.engine.publish_memory import SharedMemoryPublisher
-from r3train.config.hf_facts import read_hf_facts
+from r3train.families.read_facts import read_hf_facts
 from r3train.hf_checkpoint import WeightIndex, check_name, kind_of, write_shards
 from r3train.verify.model_zoo import VARIANTS, write_checkpoint
 from tests.unit.fake_engine_server import Fake

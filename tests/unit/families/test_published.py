@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from r3train.config.hf_facts import read_hf_facts
+from r3train.families.read_facts import read_hf_facts
 from r3train.families import FAMILIES, weights_of
-from r3train.families.checks import check_family
+from r3train.families.checks.family_checks import check_family
 from r3train.families.published import PUBLISHED, config_directory, published_names
 
 

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from r3train.config.hf_facts import HfModelFacts, read_hf_facts
+from r3train.families.hf_facts import HfModelFacts
+from r3train.families.read_facts import read_hf_facts
 from r3train.cpu.torchvision_stub import declare_torchvision_ops
 from r3train.families import FAMILIES
-from r3train.families.checks import family_conflicts
+from r3train.families.checks.family_checks import family_conflicts
 from r3train.families.family import model_arguments, transformer_fields
 from r3train.families.published import PUBLISHED
 from r3train.families.transformer import DEFAULTS

@@ -21,8 +21,8 @@ from r3train.agents.http import Access
 from r3train.chat.base import AgentFailed, ChatRequest, Parsed
 from r3train.config import RunConfig
 from r3train.config.agent_settings import AgentSection
-from r3train.config.cross_checks import check_longest_chain
-from r3train.config.hf_facts import read_hf_facts
+from r3train.families.checks.settings_checks import check_longest_chain
+from r3train.families.read_facts import read_hf_facts
 from r3train.config.sources import ConfigError
 from r3train.data.tokenizer import load_tokenizer
 from r3train.engine.backend import SamplingParams, Segment

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 from r3train.verify import tiny
 from r3train.cli import main
-from r3train.config.hf_facts import read_hf_facts
+from r3train.families.read_facts import read_hf_facts
 from r3train.data import load_tokenizer
 from r3train.rewards.accepted_words import accepted_words
 from tests.all_prompts import all_prompts

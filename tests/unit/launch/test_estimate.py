@@ -7,7 +7,7 @@ from math import prod
 
 import pytest
 
-from r3train.config.hf_facts import read_hf_facts
+from r3train.families.read_facts import read_hf_facts
 from r3train.families import tensor_shapes
 from r3train.families.published import PUBLISHED, published_names
 from r3train.launch.estimate import memory_use

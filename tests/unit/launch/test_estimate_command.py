@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from r3train.cli import main
 from r3train.config import RunConfig
-from r3train.config.hf_facts import read_hf_facts
+from r3train.families.read_facts import read_hf_facts
 from r3train.config.options import parse_train_flags
 from r3train.families.published import PUBLISHED
 from r3train.launch.estimate import estimate_lines, topology_search

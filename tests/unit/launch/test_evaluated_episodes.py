@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from r3train.config.hf_facts import read_hf_facts
+from r3train.families.read_facts import read_hf_facts
 from r3train.config.options import parse_train_flags
 from r3train.engine.backend import SamplingParams
 from r3train.environments import StepResult

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 import train_async
 from r3train.verify import tiny
 from r3train.cli import main
-from r3train.config.hf_facts import read_hf_facts
+from r3train.families.read_facts import read_hf_facts
 from r3train.families import TINY_MODELS
 from r3train.families.tiny_options import SIZES, TinyOptions
 

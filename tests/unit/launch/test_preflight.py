@@ -25,7 +25,7 @@ from click.testing import CliRunner
 import train_async
 from r3train.cpu.device import prepare_device
 from r3train.launch.start import train as train_program
-from r3train.config.hf_facts import read_hf_facts
+from r3train.families.read_facts import read_hf_facts
 from r3train.config.options import parse_train_flags
 from r3train.cpu.device import prepare_device
 from r3train.data.tokenizer import load_tokenizer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from r3train.config import RunConfig
-from r3train.config.hf_facts import read_hf_facts
+from r3train.families.read_facts import read_hf_facts
 from r3train.config.recipes import recipe_path
 from r3train.families.published import PUBLISHED
 from r3train.launch.estimate.memory_use import Model, estimate_server, stages

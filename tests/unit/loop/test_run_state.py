@@ -16,7 +16,7 @@ import pytest
 from torch.distributed import HashStore
 
 from r3train.config import RunConfig
-from r3train.config.hf_facts import read_hf_facts
+from r3train.families.read_facts import read_hf_facts
 from r3train.data.file_fingerprint import FileFingerprint
 from r3train.data.order import PromptOrder
 from r3train.engine.backend import SamplingParams

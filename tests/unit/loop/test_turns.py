@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed import HashStore
 
-from r3train.config.hf_facts import read_hf_facts
+from r3train.families.read_facts import read_hf_facts
 from r3train.engine.backend import EngineBusy, EngineDied, SamplingParams
 from r3train.generation.producer import Producer
 from r3train.generation.rollout_task import RequestSettings

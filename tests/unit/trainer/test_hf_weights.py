@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from r3train.config.hf_facts import read_hf_facts
+from r3train.families.read_facts import read_hf_facts
 from r3train.families import weights_of
 from r3train.trainer.megatron.hf_weights import CheckpointTensors, _whole
 from r3train.trainer.megatron.weight_layout import TensorNames

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from r3train.config.fault_settings import FaultsSection
-from r3train.config.hf_facts import read_hf_facts
+from r3train.families.read_facts import read_hf_facts
 from r3train.config.replay_settings import ReplaySection
 from r3train.cpu.device import prepare_device
 from r3train.layout import microbatch

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from r3train.config import RunConfig
-from r3train.config.hf_facts import HfModelFacts
+from r3train.families.hf_facts import HfModelFacts
 from r3train.engine.control import EngineControl
 from r3train.engine.key import engine_api_key
 from r3train.launch.job.checked_job import Job

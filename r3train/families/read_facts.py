@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from r3train.config.files import path_hint, read_regular
-from r3train.types import MOST_EXPERTS, MOST_LAYERS, RouteShape
-
-# a config.json has a few kilobytes
-_MAX_JSON_BYTES = 64 << 20
-# the number of experts, as Qwen, DeepSeek and GLM, and Mixtral call it
-EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
+from r3train.config.files import load_json_object, path_hint
+from r3train.families import FAMILIES
+from r3train.families.family import Family
+from r3train.families.hf_facts import EXPERT_KEYS, HfModelFacts
+from r3train.types import MOST_EXPERTS, MOST_LAYERS
 
 # names of layers and experts are listed: a damaged number must not take all memory
 _MOST_EXPERTS = 1_000_000
@@ -22,42 +18,6 @@ _MOST = {"num_hidden_layers": MOST_LAYERS} | dict.fromkeys(EXPERT_KEYS, MOST_EXP
 
 # files of a directory of --save, and of one checkpoint in it
 _OF_SAVE = ("latest_checkpointed_iteration.txt", "trainer_state.json")
-
-
-@dataclass(frozen=True, slots=True)
-class HfModelFacts:
-    """The shape of a checkpoint's model, as its config.json states it.
-
-    ``moe_layer_numbers``: 1-based numbers of the layers with experts.  A dense model has none, and
-    its ``num_experts`` and ``num_experts_per_tok`` are 0.  ``index_topk``: tokens that each token attends to, where
-    an indexer chooses them; None with attention to all.
-    """
-
-    path: Path
-    model_type: str
-    num_hidden_layers: int
-    num_experts: int
-    num_experts_per_tok: int
-    vocab_size: int
-    hidden_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    max_position_embeddings: int
-    moe_layer_numbers: tuple[int, ...]
-    eos_token_ids: tuple[int, ...]
-    tie_word_embeddings: bool
-    index_topk: int | None = None
-
-    @property
-    def is_moe(self) -> bool:
-        return bool(self.moe_layer_numbers)
-
-    @property
-    def route_shape(self) -> RouteShape:
-        """The shape of one token's routes.  It counts all decoder layers, dense ones too."""
-        layers = range(self.num_hidden_layers)
-        dense = tuple(i for i in layers if i + 1 not in self.moe_layer_numbers)
-        return RouteShape(self.num_hidden_layers, self.num_experts_per_tok, self.num_experts, dense)
 
 
 def read_hf_facts(path: Path | str) -> HfModelFacts:
@@ -73,7 +33,7 @@ def read_hf_facts(path: Path | str) -> HfModelFacts:
     file = directory / "config.json"
     if not file.exists() and (below := sorted(directory.glob("*/config.json"))):
         raise ValueError(f"{file}: there is none; did you mean {below[0].parent}? (hf_checkpoint)")
-    content = load_model_config(directory)
+    content = _load_model_config(directory)
     family = _family(content)
     reader = _Reader(file, content, family.attribute_map if family is not None else {})
     if "text_config" in reader.content and "num_hidden_layers" not in reader.content:
@@ -105,6 +65,7 @@ def read_hf_facts(path: Path | str) -> HfModelFacts:
         eos_token_ids=_eos_token_ids(reader, directory / "generation_config.json"),
         tie_word_embeddings=reader.content.get("tie_word_embeddings") is True,
         index_topk=reader.integer("index_topk", 1) if "index_topk" in reader.content else None,
+        content=content,
     )
 
 
@@ -212,7 +173,7 @@ def _eos_token_ids(reader: _Reader, generation_file: Path) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ids))
 
 
-def load_model_config(directory: Path) -> Mapping[str, Any]:
+def _load_model_config(directory: Path) -> Mapping[str, Any]:
     """Read the config.json of a checkpoint, its language model's keys on top; raises ValueError.
 
     Of a family of text and images the keys of text_config win, but for model_type and tie_word_embeddings,
@@ -238,28 +199,7 @@ def load_model_config(directory: Path) -> Mapping[str, Any]:
     return content | {key: content[name] for key, name in own if name in content}
 
 
-def _family(content: Mapping[str, Any]) -> Any:
+def _family(content: Mapping[str, Any]) -> Family | None:
     """Return the ``Family`` of a config.json, None for one that nobody verified."""
-    from r3train.families import FAMILIES  # that room's facts are read by this one
-
     model_type = content.get("model_type")
     return FAMILIES.get(model_type) if isinstance(model_type, str) else None
-
-
-def load_json_object(file: Path) -> dict[str, Any]:
-    """Read a file that holds one JSON object; raises ValueError naming it."""
-    try:
-        content = json.loads(read_regular(file, _MAX_JSON_BYTES, follow=True).decode())
-    except OSError as error:
-        raise ValueError(f"{file}: cannot read: {error.strerror}") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{file}: not JSON: {error}") from None
-    except RecursionError:
-        raise ValueError(f"{file}: nested too deeply for a configuration") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file}: not UTF-8: {error}") from None
-    except ValueError as error:  # a number of thousands of digits
-        raise ValueError(f"{file}: not JSON that can be read: {error}") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{file}: must hold a JSON object, got {type(content).__name__}")
-    return content

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from r3train.config.hf_facts import HfModelFacts, load_model_config
+from r3train.families.hf_facts import HfModelFacts
 from r3train.config.parallel_settings import ParallelSection
 from r3train.config.pipeline_layout import layers_by_stage
 from r3train.config.sources import raise_all
@@ -33,7 +33,7 @@ def check_family(hf: HfModelFacts) -> None:
 
 def family_conflicts(hf: HfModelFacts) -> Iterator[str]:
     """Yield a complaint for a family that nobody verified, and for each key that makes it another."""
-    content = load_model_config(hf.path)
+    content = hf.content
     family = FAMILIES.get(hf.model_type)
     where = f"{hf.path}/config.json"
     if family is None:
@@ -87,7 +87,7 @@ def family_conflicts(hf: HfModelFacts) -> Iterator[str]:
 
 def untrained_parts(hf: HfModelFacts) -> str | None:
     """Return words for the layers that SGLang and the actor leave out; None without such."""
-    content = load_model_config(hf.path)
+    content = hf.content
     count = next(filter(None, map(content.get, _MTP_COUNTS)), None)
     if not isinstance(count, int) or not count:
         return None
@@ -108,7 +108,7 @@ def topology_conflicts(hf: HfModelFacts, parallel: ParallelSection) -> Iterator[
     if not family.whole_heads:
         return
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
-    content = load_model_config(hf.path)
+    content = hf.content
     for key, reason in family.whole_heads.items():
         heads, context_ranks = content.get(key), cp if key in family.heads_of_contexts else 1
         if isinstance(heads, int) and heads % (tp * context_ranks):
@@ -126,7 +126,10 @@ def _stages_without_an_indexer(
     if hf.index_topk is None:
         return
     try:
-        stages, traits = layers_by_stage(parallel, hf), model_weights(family, hf).traits
+        stages, traits = (
+            layers_by_stage(parallel, hf.num_hidden_layers),
+            model_weights(family, hf).traits,
+        )
     except ValueError:  # of a topology or a config.json that other checks refuse
         return
     chosen = [number for number, layer in enumerate(traits, start=1) if "indexer" in layer]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from r3train.config.hf_facts import HfModelFacts
+from r3train.families.hf_facts import HfModelFacts
 from r3train.config.lora_settings import linear_of, LINEARS
 from r3train.config.run import RunConfig
 from r3train.families import FAMILIES, sent_together, tensor_names, weights_of

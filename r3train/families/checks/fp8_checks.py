@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from r3train.config.hf_facts import HfModelFacts
+from r3train.families.hf_facts import HfModelFacts
 from r3train.config.run import RunConfig
 from r3train.families import FAMILIES, FP8_BLOCK, is_quantised, weights_of
 from r3train.families.weights import Sizes, Weight, number

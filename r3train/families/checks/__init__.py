@@ -1,0 +1,1 @@
+"""Checks of a checkpoint: against its family, and of the settings against both."""
