@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from r3train.launch.start import train as train_program
+from r3train.launch.start import rank as rank_program
 from r3train.config.model_settings import ModelSection
 from r3train.config.parallel_settings import ParallelSection
 from r3train.cpu.device import prepare_device
@@ -76,7 +76,7 @@ def test_every_rank_of_a_job_trains_on_its_own_device(node, monkeypatch, tmp_pat
     monkeypatch.setattr(RankOfRun, "train", train)
     monkeypatch.setattr(distribute, "broadcast_json", lambda value: value)
     monkeypatch.setattr(topology, "shutdown", lambda: None)
-    monkeypatch.setattr(train_program, "open_run_dir", lambda *_: tmp_path)
+    monkeypatch.setattr(rank_program, "open_run_dir", lambda *_: tmp_path)
     config = SimpleNamespace(
         run=SimpleNamespace(progress=False, log_level="ERROR"),
         rollout=SimpleNamespace(num_rollout=1),
@@ -93,12 +93,12 @@ def test_every_rank_of_a_job_trains_on_its_own_device(node, monkeypatch, tmp_pat
         return opened[-1]
 
     setup = logging_setup.setup_logging
-    monkeypatch.setattr(logging_setup, "setup_logging", keep)
+    monkeypatch.setattr(rank_program, "setup_logging", keep)
     monkeypatch.setattr(last_words, "_RANK_0_SHOWS_S", 0.1)  # no rank 0 comes to show an error here
     try:
         for rank in range(NUM_RANKS):
             node.become(rank)
-            assert train_program.run(SimpleNamespace(config=config), rank, tmp_path) == 1
+            assert rank_program.run(SimpleNamespace(config=config), rank, tmp_path, [], 1) == 1
     finally:
         for log in reversed(opened):  # this process goes on: its output and loggers are the tests'
             log.close()

@@ -12,7 +12,6 @@ from r3train.config import RunConfig
 from r3train.families.checks.settings_checks import context_len
 from r3train.config.evaluation_settings import EvalDataset
 from r3train.families.hf_facts import HfModelFacts
-from r3train.cuda_environment import RANK_DEFAULTS
 from r3train.data.file_fingerprint import FileFingerprint, facts_fingerprint
 from r3train.data.curriculum import DifficultyOrder, PASS_RATES_FILE
 from r3train.data.order import MixedOrder, PromptOrder
@@ -152,29 +151,6 @@ def stop_token_ids(config: RunConfig, hf: HfModelFacts, tokenizer: Any) -> tuple
     rollout = config.rollout
     named = (stop_token(text, tokenizer) for text in rollout.rollout_stop)
     return tuple(dict.fromkeys((*hf.eos_token_ids, *rollout.rollout_stop_token_ids, *named)))
-
-
-def would_run(job: Job, world_size: int) -> list[str]:
-    """Lines that say what a run of the job would do, for its dry run."""
-    config, lengths = job.config, sorted(job.lengths)
-    rollout, num, steps = config.rollout, len(lengths), config.steps_per_rollout
-    kind = "conversations" if config.learns_conversations else "prompts"
-    sizes = f"{lengths[0]:,} to {lengths[-1]:,} tokens, median {lengths[num // 2]:,}"
-    sizes = sizes if lengths[0] < lengths[-1] else f"{lengths[0]:,} tokens each"
-    per_epoch = num / rollout.rollout_batch_size
-    samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt
-    dp_size = world_size // config.parallel.dense_ranks
-    return [
-        f"{num:,} {kind} of {sizes}",
-        f"{rollout.num_rollout:,} rollouts of {rollout.rollout_batch_size:,} {kind}: an epoch is"
-        f" {per_epoch:,.4g} rollouts, the run {rollout.num_rollout / per_epoch:,.3g} epochs",
-        f"a rollout is {samples:,} samples and {steps:,} optimizer step{'s' * (steps != 1)} of"
-        f" {samples // steps:,}",
-        *job.agent_facts,
-        f"{world_size} rank{'s' * (world_size != 1)}, data-parallel size {dp_size}",
-        "on CUDA every rank sets, unless you do: "
-        + ", ".join(f"{name}={value}" for name, value in RANK_DEFAULTS.items()),
-    ]
 
 
 def eval_settings(job: Job, weights: Path | None = None) -> dict[str, str]:

@@ -26,7 +26,7 @@ from r3train.config.options import train_options, usage_errors
 from r3train.cuda_environment import visible_gpus
 from r3train.engine.server import free_port
 from r3train.launch.gpus import server_gpus
-from r3train.launch.start.train import ignore_signals, show_dry_run
+from r3train.launch.start.train import ignore_signals
 from r3train.torchrun_start import silence_failures, unspoken
 from r3train.user_code import find_modules_here
 
@@ -75,6 +75,8 @@ def _start(
     with usage_errors():
         num_ranks = ranks_here(config, nproc_per_node, nnodes)
         if config.run.dry_run:
+            from r3train.launch.job.dry_run import show_dry_run  # all that a start reads
+
             show_dry_run(config, num_ranks * nnodes, num_ranks)
             return
         host, port = _meeting(nnodes, node_rank, rdzv_endpoint)

@@ -23,8 +23,7 @@ from aiohttp import web
 from click.testing import CliRunner
 
 import train_async
-from r3train.cpu.device import prepare_device
-from r3train.launch.start import train as train_program
+from r3train.launch.start import rank as rank_program
 from r3train.families.read_facts import read_hf_facts
 from r3train.config.options import parse_train_flags
 from r3train.cpu.device import prepare_device
@@ -171,7 +170,9 @@ def start(self, *_):
     sys.exit(0)
 SGLangServer.start = start
 from r3train.launch.start import train
-train.run = lambda *_: print("ranks join")
+from types import SimpleNamespace
+joined = SimpleNamespace(run=lambda *_: print("ranks join"))
+sys.modules["r3train.launch.start.rank"] = joined
 train.main(sys.argv[1:])
 """
     command = [sys.executable, "-c", code, *RECIPE, "--hf-checkpoint", str(tiny / "model")]
@@ -216,7 +217,7 @@ def test_a_nodes_first_rank_alone_reads_the_data(tiny, tmp_path, monkeypatch):
     assert job.prompts == [] and resume_point(job).start_rollout_id == 3 and run_facts(job) == {}
     job.close()
     number = {"RANK": "2", "LOCAL_RANK": "1"}
-    monkeypatch.setattr("r3train.launch.start.train.run", lambda *_: 7)
+    monkeypatch.setattr("r3train.launch.start.rank.run", lambda *_: 7)
     other = start(tiny, world_size=4, environment=number)
     assert other.exit_code == 7, other.output
     first = start(tiny, world_size=4, environment=number | {"LOCAL_RANK": "0"})
@@ -566,13 +567,13 @@ def test_a_run_that_code_of_the_user_ends_by_sys_exit_0_ends_with_1(tiny, tmp_pa
     recorded = []
     log = SimpleNamespace(record_error=recorded.append)
     for name, stub in {
-        "r3train.cpu.device.prepare_device": lambda **_: None,
+        "r3train.launch.start.rank.prepare_device": lambda **_: None,
         "r3train.trainer.megatron.topology.init_distributed": lambda *_: None,
         "r3train.trainer.megatron.topology.shutdown": lambda: None,
-        "r3train.observe.logging_setup.setup_logging": lambda *_, **__: log,
-        "r3train.launch.start.train.open_run_dir": lambda config, run_dir, broadcast: run_dir,
+        "r3train.launch.start.rank.setup_logging": lambda *_, **__: log,
+        "r3train.launch.start.rank.open_run_dir": lambda config, run_dir, broadcast: run_dir,
         "r3train.launch.start.run_rank.RankOfRun.train": lambda *_: sys.exit(0),
     }.items():
         monkeypatch.setattr(name, stub)
-    assert train_program.run(SimpleNamespace(config=config), 0, tmp_path) == 1
+    assert rank_program.run(SimpleNamespace(config=config), 0, tmp_path, [], os.getppid()) == 1
     assert [type(error) for error in recorded] == [SystemExit]
