@@ -74,7 +74,7 @@ def check_evidence(
 
     Exit code: 0 passed or suspect, 1 failed (what and where is said), 3 no evidence, 2 wrong usage.
     """
-    from r3train.audit.audit_run import audit_run
+    from r3train.audit.audit_run import audit_run  # numpy, which --help does without
 
     if threshold is not None and math.isnan(threshold):  # click's range lets it through
         raise click.BadParameter("nan is no share", param_hint="--r3-mismatch-threshold")

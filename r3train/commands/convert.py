@@ -58,9 +58,11 @@ def convert(checkpoint: Path, output: Path, flags: tuple[str, ...]) -> None:
             raise ValueError(
                 f"{checkpoint}: a model (it has a config.json), expected a checkpoint of --save"
             )
+    # megatron-core is imported once prepare_device() has adapted it; --help does without torch
     from r3train.cpu.device import prepare_device
 
     device = prepare_device()
+    # as above
     from r3train.host_group import join_ranks
     from r3train.launch.start.build_actor import export_hf
     from r3train.launch.job.checked_job import Job

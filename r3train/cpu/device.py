@@ -17,7 +17,8 @@ import torch
 from r3train.cpu import products
 from r3train.cpu.torchvision_stub import declare_ops_for_imports
 from r3train.cuda_environment import set_kernel_cache, set_rank_defaults
-from r3train.patches import patched, stand_in, without_module
+from r3train.patches import megatron_without_cuda, patched, stand_in, torch_without_cuda
+from r3train.patches import without_module
 
 _installed = False
 
@@ -103,8 +104,6 @@ def uses_transformer_engine(attention_backend: str, *, on_cuda: bool) -> bool:
 def _install() -> None:
     # The rule table of dynamo must be built from the real torch.cuda (torch.optim imports it).
     import torch._dynamo  # noqa: F401
-
-    from r3train.patches import megatron_without_cuda, torch_without_cuda
 
     torch_without_cuda.install()
     with (

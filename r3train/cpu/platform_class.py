@@ -12,6 +12,8 @@ from sglang.srt.platforms.interface import PlatformCapabilities
 
 from r3train.cpu import memory_saver
 from r3train.patches import note, patch
+from r3train.families import FAMILIES
+from r3train.families.gpt_oss import attention_with_sinks
 
 
 def _alloc_host(
@@ -55,6 +57,7 @@ def _torch_native(runner: Any) -> Any:
     It puts in the families' twins of what models compile: to import these earlier would run in a circle, as the
     platform is made while SGLang's runner is being imported.
     """
+    # as the docstring says
     from r3train.cpu.batched_attention import BatchedAttention
     from r3train.cpu.sglang_sparse_attention import SparseAttention
 
@@ -66,8 +69,8 @@ def _torch_native(runner: Any) -> Any:
 
 def serve_families() -> None:
     """Put in every family's plain twins of what SGLang compiles: ``serve_on_cpu`` in its file, and sparse attention."""
+    # it imports models of SGLang
     from r3train.cpu.sglang_sparse_attention import serve_sparse_attention
-    from r3train.families import FAMILIES
 
     serve_sparse_attention()
     for name in FAMILIES:
@@ -78,8 +81,6 @@ def serve_families() -> None:
 
 def _with_sinks(runner: Any) -> Any:
     """Make an attention with sinks in triton's name: SGLang serves gpt-oss by backends of a list only."""
-    from r3train.families.gpt_oss import attention_with_sinks
-
     memory_saver.runner = runner
     return attention_with_sinks(runner)
 
@@ -105,6 +106,7 @@ class TorchCpuPlatform(CpuSRTPlatform):
         from sglang.srt.layers.attention.attention_registry import register_attention_backend
         from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
 
+        # they import layers of SGLang
         from r3train.cpu.sglang_fp8 import serve_fp8_blocks
         from r3train.cpu.sglang_lora import serve_adapters
 

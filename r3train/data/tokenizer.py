@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from r3train.families.hf_facts import HfModelFacts
 from r3train.config.files import load_json_object
+from r3train.cpu.torchvision_stub import declare_torchvision_ops
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,8 +46,6 @@ def _loader(directory: Path) -> Any:
         from transformers import PreTrainedTokenizerFast
 
         return PreTrainedTokenizerFast
-    from r3train.cpu.torchvision_stub import declare_torchvision_ops
-
     declare_torchvision_ops()
     from transformers import AutoTokenizer
 

@@ -157,7 +157,7 @@ def check_transformer_engine(num_gpus: int) -> Findings:
     """Its part for torch, which is compiled where it is installed."""
     if not num_gpus:
         return
-    from r3train.cpu.device import uses_transformer_engine
+    from r3train.cpu.device import uses_transformer_engine  # it imports torch
 
     try:
         uses_transformer_engine("te", on_cuda=True)

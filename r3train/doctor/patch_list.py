@@ -15,6 +15,9 @@ from types import SimpleNamespace
 
 from r3train.launch.job.finding import Findings, ok, problem
 from r3train.patches import noted, without_refusals
+from r3train.cpu.torchvision_stub import declare_ops_for_imports
+from r3train.engine import launch_server
+from r3train.generation.environment_loop import let_collected_transports_end
 
 _REMEDY = "install the versions of requirements/constraints.txt"
 
@@ -56,13 +59,14 @@ def of_ranks() -> None:
 
     Those of Transformer Engine's Adam are made on an optimizer, at the start of a job.
     """
+    # each kind of process imports its own, and megatron-core after prepare_device()
     from r3train.cpu.device import prepare_device
 
     device = prepare_device()
     import torch
     from megatron.core.transformer.moe.router import TopKRouter
 
-    from r3train.generation.environment_loop import let_collected_transports_end
+    # as above
     from r3train.trainer.megatron import auxiliary_losses, checkpoint, optimizer, replay, rotary
     from r3train.trainer.megatron.layers import (
         gated_delta_net,
@@ -105,16 +109,15 @@ def of_servers() -> None:
     """Make every change of an SGLang server on this device."""
     import torch
 
+    # as in ``of_ranks``, in the order of a server
     from r3train.cpu import platform
-    from r3train.cpu.torchvision_stub import declare_ops_for_imports
-    from r3train.engine import launch_server
 
     launch_server.hide_in_logs("the key")
     declare_ops_for_imports()
     if not torch.cuda.is_available():
         platform.in_our_server = True
         launch_server.do_without_cuda()
-    from r3train.engine import compact_routes
+    from r3train.engine import compact_routes  # it imports SGLang
 
     compact_routes.install()
     compact_routes.shorten()

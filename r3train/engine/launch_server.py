@@ -27,6 +27,7 @@ from importlib import import_module
 from r3train.engine.key import ENGINE_KEY_VARIABLE
 from r3train.engine.server_guard import write_in
 from r3train.patches import note, patch, stand_in
+from r3train.cpu.torchvision_stub import declare_torchvision_ops
 
 _HIDDEN = "***"
 # by SGLang itself only once it knows its arguments
@@ -82,13 +83,13 @@ def do_without_cuda() -> None:
 
     SGLang's dumper of tensors would import it.
     """
-    from r3train.cpu import memory_saver
+    from r3train.cpu import memory_saver  # it imports torch
 
     stand_in("torch_memory_saver", memory_saver, "it releases CUDA's memory only")
     stand_in("megatron", None, "SGLang's dumper of tensors imports it, for most of a second")
     fork_workers()
-    from r3train.cpu import received_bucket  # imports SGLang
-    from r3train.cpu import sparse_model
+    # they import SGLang, once the stand-ins are in place
+    from r3train.cpu import received_bucket, sparse_model
 
     received_bucket.keep()
     sparse_model.leave_sparse_attention_to_the_model()
@@ -120,8 +121,7 @@ def import_sglang() -> None:
     """Import what the server needs, and put in what this project changes of it."""
     import torch
 
-    from r3train.cpu import platform
-    from r3train.cpu.torchvision_stub import declare_torchvision_ops
+    from r3train.cpu import platform  # it imports torch
 
     platform.in_our_server = True
     declare_torchvision_ops()

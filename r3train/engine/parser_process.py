@@ -29,6 +29,7 @@ from typing import Any, BinaryIO
 from r3train.chat.base import Parse, Parsed
 from r3train.engine.parsers import known_calls, make_parse, users_parse
 from r3train.user_code import quoted
+from r3train.cpu.torchvision_stub import declare_ops_for_imports
 
 logger = logging.getLogger(__name__)
 
@@ -202,8 +203,6 @@ def main() -> None:
     setup = _receive(requests)
     if setup is None:
         return
-    from r3train.cpu.torchvision_stub import declare_ops_for_imports
-
     declare_ops_for_imports()
     try:
         parse = make_parse(*_unpacked(setup))

@@ -386,7 +386,7 @@ class SGLangServer:
         guard, self._stopped = self._guard, True
         if guard is None:
             return
-        import psutil
+        import psutil  # for a message alone
 
         try:
             tree = psutil.Process(guard.pid).children(recursive=True)

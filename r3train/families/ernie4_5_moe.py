@@ -19,6 +19,7 @@ from r3train.families.weight_rows import (
     router,
 )
 from r3train.families.weights import Table
+from r3train.patches import patch
 
 
 def _conflicts(config: Config) -> Iterator[str]:
@@ -87,8 +88,6 @@ ERNIE4_5_MOE = Family(
 def serve_on_cpu() -> None:
     """Give SGLang's choice of experts the biases [1, E] as [E], as its kernels take them."""
     from sglang.srt.layers.moe import topk
-
-    from r3train.patches import patch
 
     original = topk.fused_topk_torch_native
 

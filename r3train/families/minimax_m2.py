@@ -24,6 +24,7 @@ from r3train.families.transformer import (
     part_of_heads_rotates,
 )
 from r3train.families.weights import Table
+from r3train.patches import patch
 
 
 def _conflicts(config: Config) -> Iterator[str]:
@@ -104,8 +105,6 @@ def serve_on_cpu() -> None:
     """Normalise queries and keys over all heads of one rank, which SGLang does in a triton kernel."""
     import torch.nn.functional as F
     from sglang.srt.models.minimax_m2 import MiniMaxM2QKRMSNorm
-
-    from r3train.patches import patch
 
     def forward(self, q, k):
         assert self._world_size == 1, "a CPU server has no tensor parallelism"

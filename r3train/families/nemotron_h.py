@@ -10,6 +10,7 @@ from r3train.families.weight_rows import ATTENTION, column, expert_bias, router,
 from r3train.families.tiny_options import TinyModel, TinyOptions, with_experts
 from r3train.families.transformer import Fields, Keys, sigmoid_and_shared
 from r3train.families.weights import DiskTensor, Table, Weight
+from r3train.patches import patch
 
 _MAMBA, _FULL, _SPARSE = ("mamba",), ("full",), ("sparse",)
 _INNER, _STATES = "mamba_heads*mamba_head", "mamba_groups*mamba_state"
@@ -202,8 +203,6 @@ def serve_on_cpu() -> None:
     from sglang.srt.layers.attention.mamba.mamba import MambaMixer2
     from sglang.srt.layers.moe import fused_moe_native
     from sglang.srt.models.nemotron_h import NemotronHMoE
-
-    from r3train.patches import patch
 
     gated_experts = fused_moe_native.moe_forward_native
 

@@ -24,6 +24,7 @@ from r3train.families.transformer import (
     gated_shared_expert,
 )
 from r3train.families.weights import Table
+from r3train.patches import patch
 
 
 def qwen2_moe(keys: Keys) -> Fields:
@@ -68,8 +69,6 @@ def serve_on_cpu() -> None:
     """Put the shared expert's output [T, hidden] under its gate, also of Qwen3-Next and Qwen3.5."""
     import torch
     from sglang.srt.models import qwen2_moe
-
-    from r3train.patches import patch
 
     def gated(hidden_states, gate_weight, shared_output):
         return torch.sigmoid(hidden_states @ gate_weight.reshape(-1, 1)) * shared_output

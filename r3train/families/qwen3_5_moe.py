@@ -27,6 +27,7 @@ from r3train.families.tiny_options import (
 )
 from r3train.families.transformer import Fields, Keys
 from r3train.families.weights import DiskTensor, Table
+from r3train.patches import patch
 
 
 def _conflicts(config: Config) -> Iterator[str]:
@@ -95,8 +96,6 @@ def serve_on_cpu() -> None:
     """Take the input projections apart, and put attention's output under its gate."""
     import torch
     from sglang.srt.models import qwen3_5
-
-    from r3train.patches import patch
 
     def unpack(*args):
         return tuple(x.contiguous() for x in qwen3_5.qwen3_5_gdn_prefill_projection_views(*args))

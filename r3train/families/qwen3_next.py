@@ -25,6 +25,7 @@ from r3train.families.weight_rows import (
 from r3train.families.tiny_options import HALF_ROTATED, TinyModel, TinyOptions
 from r3train.families.transformer import Fields, Keys, part_of_heads_rotates
 from r3train.families.weights import DiskTensor, Table, Weight
+from r3train.patches import patch
 
 _LINEAR, _FULL = ("linear",), ("full",)
 _KEYS, _VALUES = "linear_keys*linear_key", "linear_heads*linear_value"
@@ -196,8 +197,6 @@ def serve_on_cpu() -> None:
     from sglang.kernels.ops.attention.fla import fused_norm_gate, layernorm_gated
     from sglang.srt.layers.attention.linear.gdn_backend import GDNAttnBackend
     from sglang.srt.models import qwen3_next
-
-    from r3train.patches import patch
 
     def norm(self, x, z=None, *_, **__):
         y = F.rms_norm(x.float(), x.shape[-1:], self.weight.float(), self.eps)

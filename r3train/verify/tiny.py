@@ -26,6 +26,7 @@ from r3train.data.prompts import read_records
 from r3train.environments.calculator import calculator_prompts, calculator_words
 from r3train.families import DENSE_NAMES, TINY_MODELS, tiny_model_of
 from r3train.families.tiny_options import SIZES, TinyModel, TinyOptions, shared
+from r3train.cpu.torchvision_stub import declare_torchvision_ops
 
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<unk>")
 CATEGORIES = {
@@ -218,8 +219,6 @@ def as_published(tensors: Mapping[str, Any], family: TinyModel) -> dict[str, Any
 
 def random_model(options: TinyOptions, **changes: Any) -> Any:
     """transformers' model of the options, float32; ``changes`` are keys of its configuration."""
-    from r3train.cpu.torchvision_stub import declare_torchvision_ops
-
     declare_torchvision_ops()
     import torch
     import transformers

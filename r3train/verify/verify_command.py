@@ -29,11 +29,13 @@ def verify_command(
     """Hold replay against two oracles in every topology that fits on this machine."""
     import torch
 
+    # megatron-core is imported once prepare_device() has adapted it; --help does without torch
     from r3train.cpu.device import prepare_device
 
     # tiny tensors: threads cost more than they bring
     torch.set_num_threads(1)
     prepare_device()
+    # as above
     from r3train.verify import verify_report
     from r3train.verify.verifier import Verification, Verifier
     from r3train.verify.mutations import planted_by

@@ -50,7 +50,7 @@ def configured_loss(algorithm: AlgorithmSection) -> PolicyLoss:
     Whatever a loss by import path raises names it.
     """
     if algorithm.loss_type == "sft":
-        from r3train.algo.losses.sft import sft
+        from r3train.algo.losses.sft import sft  # it imports torch
 
         return sft
     name = algorithm.policy_loss
@@ -79,8 +79,9 @@ def check_policy_loss(algorithm: AlgorithmSection) -> None:
     if not is_users(algorithm):
         return
     name = algorithm.policy_loss
-    from r3train.algo.policy_loss import metric_names, rows_without_values
+    # they import torch
     from r3train.algo.loss_rows import RowLoss
+    from r3train.algo.policy_loss import metric_names, rows_without_values
 
     policy_loss = get_policy_loss(name)
     rows = rows_without_values(algorithm)
@@ -108,6 +109,6 @@ def check_policy_loss(algorithm: AlgorithmSection) -> None:
 
 
 def _without_metrics(rows: LossRows, algorithm: AlgorithmSection) -> RowLoss:
-    from r3train.algo.loss_rows import RowLoss
+    from r3train.algo.loss_rows import RowLoss  # it imports torch
 
     return RowLoss(rows.log_probs)

@@ -151,7 +151,7 @@ def check_layers_here(config: RunConfig) -> None:
     """Raise ValueError where a visible CUDA device lacks what the actor's layers need there."""
     if not visible_gpus():  # a login node without a device is no reason to refuse
         return
-    from r3train.cpu.device import uses_transformer_engine
+    from r3train.cpu.device import uses_transformer_engine  # it imports torch
 
     uses_transformer_engine(config.model.attention_backend, on_cuda=True)
     if config.parallel.context_parallel_size > 1 and not config.model.bf16:

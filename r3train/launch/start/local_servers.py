@@ -129,6 +129,6 @@ def _adapter_flags(config: RunConfig, hf: HfModelFacts) -> dict[str, object] | N
     """Return the flags of servers that get adapters; None if they get merged weights."""
     if not config.serves_adapters:
         return None
-    from r3train.engine.adapters import adapter_flags
+    from r3train.engine.adapters import adapter_flags  # it imports torch
 
     return adapter_flags(config.lora, hf, config.rollout.max_weight_staleness)

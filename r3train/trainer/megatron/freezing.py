@@ -60,6 +60,7 @@ def freeze(config: RunConfig, weights: ModelWeights, chunks: Sequence[torch.nn.M
     trainer = config.trainer
     if not (trainer.freeze_moe_router or trainer.freeze_params):
         return
+    # it imports megatron-core, which the checks of a start do without
     from r3train.trainer.megatron.hf_weights import chunk_weights
 
     for chunk in chunks:

@@ -251,7 +251,7 @@ def _build_chunk(
         config, use_transformer_engine=use_te, normalization="RMSNorm", vp_stage=vp_stage
     )
     if not use_te:
-        from r3train.cpu.packed_attention import PackedCoreAttention
+        from r3train.cpu.packed_attention import PackedCoreAttention  # without CUDA alone
 
         for layer in spec.layer_specs:
             layer.submodules.self_attention.submodules.core_attention = PackedCoreAttention
