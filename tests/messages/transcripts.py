@@ -116,7 +116,7 @@ def _nothing_starts() -> Iterator[None]:
 
     with (
         patch("r3train.launch.start.train.start_servers", not_now),
-        patch("r3train.launch.start.train.run", not_now),
+        patch("r3train.launch.start.rank.run", not_now),
         patch(
             "r3train.config.options.time.sleep", lambda _: None
         ),  # of the ranks that let rank 0 speak

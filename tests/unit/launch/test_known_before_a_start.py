@@ -83,7 +83,7 @@ def test_each_recipe_says_what_it_is_for():
 def test_the_doctor_counts_the_ranks_that_a_recipe_needs(flags, counted, monkeypatch):
     seen = []
     monkeypatch.setattr(
-        "r3train.doctor.doctor_command.diagnose",
+        "r3train.doctor.diagnosis.diagnose",
         lambda config, world_size, *_args, **_kwargs: seen.append(world_size) or [],
     )
     result = CliRunner(env={"WORLD_SIZE": None}).invoke(
