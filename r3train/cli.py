@@ -19,15 +19,15 @@ SUBCOMMANDS = {
         "Train: start the ranks of this machine.",
     ),
     "recipes": (
-        "r3train.commands.list_recipes:recipes",
+        "r3train.commands.look_up:recipes",
         "List the recipes that --config knows by name.",
     ),
     "explain": (
-        "r3train.commands.explain:explain",
+        "r3train.commands.look_up:explain",
         "Say all about one setting, or what a run's log-prob gap is made of.",
     ),
     "docs": (
-        "r3train.commands.show_page:docs",
+        "r3train.commands.look_up:docs",
         "Show a page of the documentation.",
     ),
     "make-tiny-model": (

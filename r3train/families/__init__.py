@@ -19,20 +19,12 @@ from r3train.families.tiny_options import TinyModel, TinyOptions
 from r3train.families.weights import ModelWeights, Shape, Weight
 
 # modules of this room that are no family
-_SHARED = (
-    "family",
-    "hf_facts",
-    "read_facts",
-    "weight_rows",
-    "tiny_options",
-    "transformer",
-    "weights",
-)
+_SHARED = set("family hf_facts read_facts weight_rows tiny_options transformer weights".split())
 
 
 def _registered() -> dict[str, Family]:
     """Return every family by its file's name: config.json's model_type, and in capitals its record."""
-    names = sorted({m.name for m in iter_modules(__path__) if not m.ispkg} - set(_SHARED))
+    names = sorted({m.name for m in iter_modules(__path__) if not m.ispkg} - _SHARED)
     return {name: getattr(import_module(f"{__name__}.{name}"), name.upper()) for name in names}
 
 

@@ -38,8 +38,7 @@ from r3train.engine.control import EngineControl  # noqa: E402
 from r3train.engine.publish_memory import SharedMemoryPublisher  # noqa: E402
 from r3train.engine.server import SGLangServer  # noqa: E402
 from r3train.host_group import join_ranks  # noqa: E402
-from r3train.launch.start.build_actor import build_actor  # noqa: E402
-from r3train.launch.start.build_routes import build_routes  # noqa: E402
+from r3train.launch.start.build_actor import build_actor, build_routes  # noqa: E402
 from r3train.launch.start.engines import Engines  # noqa: E402
 from r3train.launch.job.checked_job import Job  # noqa: E402
 from r3train.launch.job.resume import ResumePoint  # noqa: E402

@@ -31,8 +31,7 @@ from r3train.families.tiny_options import TinyOptions  # noqa: E402
 from r3train.fp8_blocks import quantised  # noqa: E402
 from r3train.hf_checkpoint import copy_all_but_weights, write_fp8_checkpoint  # noqa: E402
 from r3train.host_group import join_ranks  # noqa: E402
-from r3train.launch.start.build_actor import build_actor  # noqa: E402
-from r3train.launch.start.build_routes import build_routes  # noqa: E402
+from r3train.launch.start.build_actor import build_actor, build_routes  # noqa: E402
 from r3train.launch.start.engines import Engines  # noqa: E402
 from r3train.launch.job.checked_job import Job  # noqa: E402
 from r3train.launch.job.resume import ResumePoint  # noqa: E402

@@ -37,7 +37,7 @@ from r3train.launch.start.build_actor import build_actor  # noqa: E402
 from r3train.launch.start.engines import Engines  # noqa: E402
 from r3train.launch.job.checked_job import Job  # noqa: E402
 from r3train.launch.job.resume import ResumePoint  # noqa: E402
-from r3train.launch.start.build_routes import build_routes  # noqa: E402
+from r3train.launch.start.build_actor import build_routes  # noqa: E402
 from r3train.loop.async_loop import AsyncLoop  # noqa: E402
 from r3train.loop.canaries import Canaries, NotServed  # noqa: E402
 from r3train.loop.run_evaluations import Evaluations  # noqa: E402

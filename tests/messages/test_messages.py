@@ -46,6 +46,8 @@ def test_another_answer_is_found(command, said, files, tmp_path):
 
 
 def test_a_start_that_makes_a_file_is_found(files, tmp_path, monkeypatch):
-    monkeypatch.setattr("r3train.launch.job.preflight.check_class", lambda hf: Path("made").touch())
+    monkeypatch.setattr(
+        "r3train.launch.job.model_checks.check_class", lambda hf: Path("made").touch()
+    )
     with pytest.raises(AssertionError, match="made.*PosixPath"):
         answered(Case("x", (("train --dry-run", ""),)), files, tmp_path / "here")

@@ -209,7 +209,7 @@ def slices_of(
     actor: Any, config: RunConfig, hf: HfModelFacts, batch: Sequence[TrainSample]
 ) -> tuple[list[RankSlice], list[list[list[int]]]]:
     """This rank's slices of one optimizer step, and the sample ids of [dp rank][microbatch]."""
-    from r3train.launch.start.build_routes import build_routes
+    from r3train.launch.start.build_actor import build_routes
     from r3train.loop.prepare import Preparation
     from r3train.loop.distribute import broadcast_json, gather_topologies
 

@@ -76,7 +76,7 @@ def sent(checkpoint: Path) -> list[np.ndarray]:
 
 def cases(checkpoint: Path, scratch: Path, own: list[np.ndarray]) -> dict[str, Any]:
     """Of each topology and bug, the stages and quantities that failed; in a rank."""
-    from r3train.launch.start.build_routes import build_routes
+    from r3train.launch.start.build_actor import build_routes
     from r3train.loop.distribute import broadcast_json, gather_topologies
     from r3train.loop.prepare import Preparation
     from r3train.proof.live import LiveProof

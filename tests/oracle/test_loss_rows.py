@@ -110,7 +110,7 @@ def settings(checkpoint: Path, parallel: dict[str, Any], fields: dict[str, Any])
 
 def step(config: Any, hf: HfModelFacts, batch: Sequence[TrainSample]) -> dict[str, Any]:
     """The passes of a rollout with one optimizer step, as production makes them: all that comes of them."""
-    from r3train.launch.start.build_routes import build_routes
+    from r3train.launch.start.build_actor import build_routes
     from r3train.loop.distribute import broadcast_json, gather_topologies
     from r3train.loop.prepare import Preparation
     from r3train.trainer.megatron import lora

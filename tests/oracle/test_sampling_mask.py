@@ -50,7 +50,7 @@ def with_sampling_mask(hf: HfModelFacts, batch: list[TrainSample]) -> list[Train
 
 def cases(checkpoint: Path, scratch: Path) -> dict[str, Any]:
     """Of each topology: old log-probs by token uid, and of each bug the quantities that failed."""
-    from r3train.launch.start.build_routes import build_routes
+    from r3train.launch.start.build_actor import build_routes
     from r3train.loop.prepare import Preparation
     from r3train.loop.distribute import broadcast_json, gather_topologies
     from r3train.proof.live import LiveProof

@@ -12,17 +12,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from r3train.algo.rule_checks import check_algorithm
-from r3train.config import RunConfig
-from r3train.config.cross_checks import (
-    algorithm_warnings,
-    check_evaluation,
-    check_longest_sample,
-    check_static,
-    rate_warnings,
-    replay_warnings,
-)
-from r3train.families.checks.settings_checks import check_longest_chain, check_model, prompt_limit
+from r3train.config import cross_checks, RunConfig
 from r3train.config.data_settings import LABEL_KEY, METADATA_KEY
+from r3train.families.checks import settings_checks
 from r3train.families.hf_facts import HfModelFacts
 from r3train.families.read_facts import read_hf_facts
 from r3train.config.sources import ConfigError, raise_all
@@ -35,38 +27,10 @@ from r3train.engine.key import engine_api_key
 from r3train.environments.named_environments import begin_environment, get_environment, get_tools
 from r3train.hf_checkpoint import check_export, TensorKind
 from r3train.launch.gpus import torchruns_number
+from r3train.launch.job import limits, model_checks, other_models, read_data
 from r3train.launch.job.agents import rehearse
 from r3train.launch.job.checked_job import EvalData, Job
 from r3train.launch.job.finding import Finding, Findings, problem, PROBLEM, warning, WARNING
-from r3train.launch.job.limits import check_memory, check_node, check_shared_memory
-from r3train.launch.job.model_checks import (
-    check_class,
-    check_export_directories,
-    check_external_server,
-    check_kernels,
-    check_layers_here,
-    check_memory_history,
-    check_says_choices,
-    check_server_split,
-    model_warnings,
-)
-from r3train.launch.job.other_models import (
-    check_other_model,
-    check_served_teacher,
-    check_teacher,
-    check_trainable,
-)
-from r3train.launch.job.read_data import (
-    check_longest_conversation,
-    check_not_all_equal,
-    check_rewards,
-    check_tools,
-    JUDGE_KEY,
-    read_conversations,
-    read_eval_data,
-    read_prompts,
-    token_that_does_not_stop,
-)
 from r3train.launch.job.resume import resume_point
 from r3train.launch.job.run_dir import check_can_be_made, taken_directories
 from r3train.observe.sinks import check_trackers
@@ -253,11 +217,11 @@ def _flags_of_servers(config: RunConfig) -> None:
 
 
 def _settings_that_worry(config: RunConfig) -> Findings:
-    for text in replay_warnings(config):
+    for text in cross_checks.replay_warnings(config):
         yield warning(SETTINGS, text, "add it, or drop the check")
-    for text, remedy in rate_warnings(config):
+    for text, remedy in cross_checks.rate_warnings(config):
         yield warning(SETTINGS, text, remedy)
-    for text in algorithm_warnings(config):
+    for text in cross_checks.algorithm_warnings(config):
         yield warning(SETTINGS, text, "r3train docs algorithms has them all")
     checkpoint, rollout, data = config.checkpoint, config.rollout, config.data
     if rollout.num_rollout > 100 and not (checkpoint.save or checkpoint.debug_rollout_only):
@@ -327,22 +291,26 @@ def _external_servers(found: Found) -> None:
     config = found.config
     for address in config.rollout.rollout_external_engine_addrs if config.has_engines else ():
         arguments = (config, found.hf, address, found.api_key)
-        found.attempt(f"server {address}", check_external_server, *arguments)
+        found.attempt(f"server {address}", model_checks.check_external_server, *arguments)
 
 
 def _served_model(found: Found, config: RunConfig, hf: HfModelFacts) -> None:
     if config.has_engines and not config.rollout.rollout_external_engine_addrs:
-        found.attempt("checkpoint", check_class, hf)
-        found.attempt(SETTINGS, check_server_split, config, hf)
-        found.attempt(SETTINGS, check_says_choices, config, hf)
+        found.attempt("checkpoint", model_checks.check_class, hf)
+        found.attempt(SETTINGS, model_checks.check_server_split, config, hf)
+        found.attempt(SETTINGS, model_checks.check_says_choices, config, hf)
 
 
 def _other_models(found: Found, config: RunConfig, hf: HfModelFacts) -> None:
     model = config.model
     if model.ref_load is not None:
-        found.attempt("checkpoint", check_other_model, "--ref-load", model.ref_load, hf)
+        found.attempt(
+            "checkpoint", other_models.check_other_model, "--ref-load", model.ref_load, hf
+        )
     if model.opd_teacher_load is not None and config.algorithm.holds_teacher:
-        found.attempt("checkpoint", check_teacher, model.opd_teacher_load, hf, found.tokenizer)
+        found.attempt(
+            "checkpoint", other_models.check_teacher, model.opd_teacher_load, hf, found.tokenizer
+        )
 
 
 def _environment(config: RunConfig) -> Any:
@@ -361,7 +329,7 @@ def _stops(config: RunConfig, tokenizer: Any) -> list[int]:
 def _unstopped_answers(
     config: RunConfig, hf: HfModelFacts, tokenizer: Any, stops: Sequence[int]
 ) -> Findings:
-    token = token_that_does_not_stop(config, hf, tokenizer)
+    token = read_data.token_that_does_not_stop(config, hf, tokenizer)
     if token is not None:
         name = tokenizer.convert_ids_to_tokens(token)
         text = f"answers end with {name!r} ({token}), and no server stops there"
@@ -372,18 +340,20 @@ def _served_teacher(
     config: RunConfig, hf: HfModelFacts, tokenizer: Any, stops: Sequence[int]
 ) -> None:
     if config.has_engines and config.rollout.opd_teacher_url is not None:
-        check_served_teacher(config, tokenizer)
+        other_models.check_served_teacher(config, tokenizer)
 
 
 def _read_prompts(
     found: Found, config: RunConfig, hf: HfModelFacts, tokenizer: Any, stops: Sequence[int]
 ) -> list[list[Prompt]] | list[list[RolloutSample]] | None:
-    if prompt_limit(config, hf)[0] <= 0:  # check_model has refused the lengths
+    if (
+        settings_checks.prompt_limit(config, hf)[0] <= 0
+    ):  # settings_checks.check_model has refused the lengths
         return None
     arguments = (config, hf, tokenizer, found.note)
     if config.learns_conversations:
-        return read_conversations(*arguments)
-    return read_prompts(*arguments, found.tools)
+        return read_data.read_conversations(*arguments)
+    return read_data.read_prompts(*arguments, found.tools)
 
 
 def _labels(
@@ -409,11 +379,11 @@ def _lengths(
     config: RunConfig, hf: HfModelFacts, prompts: list[Prompt], conversations: list[RolloutSample]
 ) -> None:
     if conversations:
-        check_longest_conversation(config, conversations)
+        read_data.check_longest_conversation(config, conversations)
     elif config.agent.named is not None:
-        check_longest_chain(config, hf)
+        settings_checks.check_longest_chain(config, hf)
     else:
-        check_longest_sample(config, max(len(prompt.token_ids) for prompt in prompts))
+        cross_checks.check_longest_sample(config, max(len(prompt.token_ids) for prompt in prompts))
 
 
 def _prompts_that_worry(config: RunConfig, tokenizer: Any, prompts: list[Prompt]) -> Findings:
@@ -444,7 +414,7 @@ def _rehearsal(config: RunConfig, hf: HfModelFacts, tokenizer: Any) -> tuple[str
 def _reward(config: RunConfig) -> Scorer:
     return Scorer(
         config.data,
-        judge_key=os.environ.get(JUDGE_KEY),
+        judge_key=os.environ.get(read_data.JUDGE_KEY),
         optional=config.reward_is_optional,
         weight_of_key=config.algorithm.weight_of_key,
     )
@@ -452,7 +422,7 @@ def _reward(config: RunConfig) -> Scorer:
 
 def _equal_rewards(config: RunConfig, prompts: list[Prompt]) -> None:
     if config.reward_is_optional and "zero_variance" in config.rollout.rollout_filter:
-        check_not_all_equal(prompts)
+        read_data.check_not_all_equal(prompts)
 
 
 def _try_reward(found: Found, reward: Scorer, prompts: list[Prompt], name: str = "") -> str | None:
@@ -481,7 +451,7 @@ def _first_reward(found: Found, reward: Scorer, prompts: list[Prompt]) -> str | 
 def _eval_data(found: Found, hf: HfModelFacts, tokenizer: Any) -> list[EvalData]:
     arguments = (hf, tokenizer, found.tools, found.note)
     sets = (
-        found.attempt("prompts", read_eval_data, found.config, dataset, *arguments)
+        found.attempt("prompts", read_data.read_eval_data, found.config, dataset, *arguments)
         for dataset in found.config.eval_sets
     )
     return [data for data in sets if data is not None]
@@ -490,7 +460,7 @@ def _eval_data(found: Found, hf: HfModelFacts, tokenizer: Any) -> list[EvalData]
 def _eval_rewards(found: Found, eval_data: Sequence[EvalData]) -> None:
     if found.config.scores_answers:
         for data in eval_data:
-            found.attempt("reward", check_rewards, data, partial(_try_reward, found))
+            found.attempt("reward", read_data.check_rewards, data, partial(_try_reward, found))
 
 
 def _programs(rewards: list[Scorer]) -> Findings:
@@ -526,37 +496,40 @@ def _job(found: Found) -> Job | None:
 # in the order in which they are done: cheap ones first, then the files, then what they must be together
 CHECKS = (
     Check(SETTINGS, _settings_that_worry),
-    Check(SETTINGS, check_static),
+    Check(SETTINGS, cross_checks.check_static),
     Check(SETTINGS, check_overrides),
     Check(SETTINGS, _flags_of_servers),
-    Check(SETTINGS, check_layers_here),
-    Check(SETTINGS, check_memory_history),
+    Check(SETTINGS, model_checks.check_layers_here),
+    Check(SETTINGS, model_checks.check_memory_history),
     Check(SETTINGS, check_trackers),
     Check(SETTINGS, _algorithm),
     Check("run directory", _run_directory),
     Check("checkpoints", _taken, By.JOB),
     Check("checkpoints", _save),
-    Check(SETTINGS, check_export_directories),
+    Check(SETTINGS, model_checks.check_export_directories),
     Check("checkpoint", _exports, By.NODE),
     Check("checkpoint", _facts, gives="hf", evaluates=True),
     Check("tokenizer", _tokenizer, By.NODE, gives="tokenizer", evaluates=True),
-    Check("machine", check_node, By.JOB),
-    Check("shared memory", check_shared_memory, By.JOB),
-    Check("memory", check_memory, By.JOB),
+    Check("machine", limits.check_node, By.JOB),
+    Check("shared memory", limits.check_shared_memory, By.JOB),
+    Check("memory", limits.check_memory, By.JOB),
     Check("environment", _unset_variables),
     Check("key of the servers", lambda: engine_api_key(os.environ), gives="api_key"),
     Check("server", _external_servers, By.JOB),
-    Check(SETTINGS, check_model),
+    Check(SETTINGS, settings_checks.check_model),
     Check(SETTINGS, check_freezing),
     Check("checkpoint", _served_model, evaluates=True),
-    Check(SETTINGS, check_kernels),
+    Check(SETTINGS, model_checks.check_kernels),
     Check(SETTINGS, lambda config, hf: check_adapter(config.lora, hf)),
     # reads the headers of all weights, of which a large checkpoint has hundreds of files
-    Check("checkpoint", check_trainable, By.NODE, gives="tensors"),
-    Check("model", lambda found, hf: model_warnings(found.config, hf, found.tensors or {})),
+    Check("checkpoint", other_models.check_trainable, By.NODE, gives="tensors"),
+    Check(
+        "model",
+        lambda found, hf: model_checks.model_warnings(found.config, hf, found.tensors or {}),
+    ),
     Check("checkpoint", _other_models, By.NODE),
     Check(SETTINGS, _environment, gives="environment", evaluates=True),
-    Check(SETTINGS, check_tools, evaluates=True),
+    Check(SETTINGS, read_data.check_tools, evaluates=True),
     Check(SETTINGS, _template, evaluates=True),
     Check(SETTINGS, _stops, gives="stops", evaluates=True),
     Check("tokenizer", _unstopped_answers),
@@ -581,7 +554,7 @@ CHECKS = (
 def _has_sets(config: RunConfig) -> None:
     if not config.eval_sets:
         raise ConfigError("--eval-prompt-data is required: there is no evaluation set")
-    check_evaluation(config)
+    cross_checks.check_evaluation(config)
     raise_all(
         f"--use-{name} has no effect on an evaluation without training, whose numbers stay in --run-dir:"
         f" --no-use-{name}"

@@ -1,4 +1,4 @@
-"""Actor and run state of one rank, built from a checked job.
+"""Actor, transport of routes and run state of one rank, built from a checked job.
 
 Import this module after ``prepare_device()``: it imports megatron-core.
 """
@@ -12,12 +12,16 @@ from pathlib import Path
 
 import torch
 
+from r3train.config import RunConfig
+from r3train.families.hf_facts import HfModelFacts
 from r3train.hf_checkpoint import NamedTensors, export_checkpoint
 from r3train.launch.job.checked_job import Job
 from r3train.launch.job.resume import ResumePoint, run_facts, sample_facts
+from r3train.loop.route_transport import Routes, RoutesOnRank0
 from r3train.loop.run_state import RunState
 from r3train.loop.stop import StopSignal
 from r3train.peft_files import saved_forms, write_adapter
+from r3train.route_stores.stores import RouteStores
 from r3train.trainer.megatron import checkpoint
 from r3train.trainer.megatron.actor import MegatronActor
 from r3train.trainer.megatron.topology import init_model_parallel
@@ -36,6 +40,15 @@ def build_actor(job: Job, device: torch.device, resume: ResumePoint) -> Megatron
     if resume.checkpoint is not None:
         checkpoint.load_checkpoint(actor, resume.checkpoint, model_only=resume.model_only)
     return actor
+
+
+def build_routes(config: RunConfig, hf: HfModelFacts) -> Routes:
+    """Build this rank's part; raises ValueError if leaders could not reach the servers."""
+    if config.replay.route_stores:
+        return RouteStores(config, hf.route_shape, hf.moe_layer_numbers)
+    if config.replay.use_rollout_routing_replay:
+        return RoutesOnRank0(hf.route_shape, hf.moe_layer_numbers)
+    return RoutesOnRank0(None, ())
 
 
 def build_run_state(

@@ -211,7 +211,11 @@ def test_a_nodes_first_rank_alone_reads_the_data(tiny, tmp_path, monkeypatch):
     config = parse_train_flags([*data, *recipe], prog_name="train_async.py")
     with pytest.raises(ValueError, match="was trained on prompts of another content"):
         preflight(config, 2)
-    for name in ("read_data.load_prompts", "preflight.load_tokenizer", "preflight.check_trainable"):
+    for name in (
+        "read_data.load_prompts",
+        "preflight.load_tokenizer",
+        "other_models.check_tensors",
+    ):
         monkeypatch.setattr(f"r3train.launch.job.{name}", lambda *_, **__: 1 / 0)
     job = preflight(config, 2, By.RANK)
     assert job.prompts == [] and resume_point(job).start_rollout_id == 3 and run_facts(job) == {}

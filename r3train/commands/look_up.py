@@ -1,4 +1,4 @@
-"""``r3train explain``: all about one setting or metric, or what a run's log-prob gap is made of."""
+"""``r3train recipes``, ``explain`` and ``docs``: what can be looked up."""
 
 from __future__ import annotations
 
@@ -9,10 +9,20 @@ from pathlib import Path
 import click
 
 from r3train.config import RunConfig
-from r3train.config.help_text import explained, find_setting
+from r3train.config.help_text import explained, find_setting, PAGES
 from r3train.config.options import usage_errors
-from r3train.config.sources import places
+from r3train.config.recipes import recipe_line, recipe_names
+from r3train.config.sources import closest, places
 from r3train.observe.metric_table import row_of
+
+
+@click.command()
+def recipes() -> None:
+    """List the recipes that --config knows by name, with one line each."""
+    width = min(shutil.get_terminal_size().columns, 120)
+    for name in recipe_names():
+        line = f"{name:28s}{recipe_line(name)}"
+        click.echo(textwrap.fill(line, width, subsequent_indent=" " * 28))
 
 
 def _settings(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[str]:
@@ -53,3 +63,29 @@ def explain(name: str) -> None:
     for line in explained(place):
         indent = " " * 11 * line.startswith(" ")
         click.echo(textwrap.fill(line, width, subsequent_indent=indent, break_on_hyphens=False))
+
+
+@click.command()
+@click.argument("page", required=False)
+def docs(page: str | None) -> None:
+    """Show a page of the documentation (docs/ of a checkout), or list them: r3train docs models.
+
+    The last part of a page's path is enough where no other page has it.
+    """
+    names = sorted(str(file.relative_to(PAGES).with_suffix("")) for file in PAGES.rglob("*.md"))
+    if page is None:
+        width = max(map(len, names))
+        for each in names:
+            with (PAGES / f"{each}.md").open(encoding="utf-8") as file:
+                title = next(line for line in file if line.startswith("# "))
+            click.echo(f"{each:{width}s}  {title.strip('# ')}", nl=False)
+        return
+    name = page.removeprefix("docs/").removesuffix(".md")
+    if name not in names:
+        named = [each for each in names if each.rpartition("/")[2] == name]
+        name = named[0] if len(named) == 1 else name
+    if name not in names:
+        short = [each.rpartition("/")[2] for each in names]
+        near = closest(name, [*names, *short])
+        raise click.UsageError(f"{page}: no such page.{near} r3train docs lists them")
+    click.echo_via_pager((PAGES / f"{name}.md").read_text(encoding="utf-8"))
