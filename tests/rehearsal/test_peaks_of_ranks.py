@@ -89,6 +89,6 @@ def test_a_ranks_peak_is_within_15_percent_of_the_estimate(counted):
 @pytest.mark.parametrize("formula", ["_in_flight", "value_bytes"])
 def test_a_wrong_formula_is_seen(formula, counted, monkeypatch):
     """One microbatch too many in flight, or a byte too many a value."""
-    right = getattr(estimate, formula)
-    monkeypatch.setattr(estimate, formula, lambda *given: right(*given) + 1)
+    right = getattr(memory_use, formula)
+    monkeypatch.setattr(memory_use, formula, lambda *given: right(*given) + 1)
     assert max(ratios(counted)) > 1.15

@@ -131,7 +131,7 @@ def test_wrong_bytes_of_a_parameter_are_seen(wrong, first_ranks, monkeypatch):
     """Of its gradient, of its state, and of its state on the host."""
     rule = memory_use.optimizer_bytes
     monkeypatch.setattr(
-        estimate, "optimizer_bytes", lambda *given: [a + b for a, b in zip(rule(*given), wrong)]
+        memory_use, "optimizer_bytes", lambda *given: [a + b for a, b in zip(rule(*given), wrong)]
     )
     assert held_wrong(first_ranks)
 
