@@ -22,6 +22,7 @@ from r3train.data.file_fingerprint import FileFingerprint
 from r3train.data.prompts import unknown_tokens
 from r3train.data.templates import check_variables
 from r3train.data.tokenizer import check_vocabulary, load_tokenizer, stop_token
+from r3train.engine.address_files import read_addresses
 from r3train.engine.flags import check_server_flags
 from r3train.engine.key import engine_api_key
 from r3train.environments.named_environments import begin_environment, get_environment, get_tools
@@ -289,13 +290,15 @@ def _unset_variables(config: RunConfig) -> Findings:
 
 def _external_servers(found: Found) -> None:
     config = found.config
+    if (source := config.rollout.rollout_engines_file) and source.exists():
+        found.attempt("servers", read_addresses, source)
     for address in config.rollout.rollout_external_engine_addrs if config.has_engines else ():
         arguments = (config, found.hf, address, found.api_key)
         found.attempt(f"server {address}", model_checks.check_external_server, *arguments)
 
 
 def _served_model(found: Found, config: RunConfig, hf: HfModelFacts) -> None:
-    if config.has_engines and not config.rollout.rollout_external_engine_addrs:
+    if config.has_engines and not config.rollout.has_external_servers:
         found.attempt("checkpoint", model_checks.check_class, hf)
         found.attempt(SETTINGS, model_checks.check_server_split, config, hf)
         found.attempt(SETTINGS, model_checks.check_says_choices, config, hf)
@@ -554,6 +557,10 @@ CHECKS = (
 def _has_sets(config: RunConfig) -> None:
     if not config.eval_sets:
         raise ConfigError("--eval-prompt-data is required: there is no evaluation set")
+    if config.rollout.rollout_engines_file is not None:
+        raise ConfigError(
+            "--rollout-engines-file is for training: name a server by --rollout-external-engine-addrs"
+        )
     cross_checks.check_evaluation(config)
     raise_all(
         f"--use-{name} has no effect on an evaluation without training, whose numbers stay in --run-dir:"
@@ -564,7 +571,7 @@ def _has_sets(config: RunConfig) -> None:
 
 
 def _evaluated_weights(config: RunConfig) -> None:
-    starts = not (config.run.dry_run or config.rollout.rollout_external_engine_addrs)
+    starts = not (config.run.dry_run or config.rollout.has_external_servers)
     check_export(config.model.hf_checkpoint, weights=starts)
 
 
