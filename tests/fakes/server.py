@@ -1,19 +1,27 @@
-"""A server without a model, in process: one token a tick, labelled with the weights held at that tick.
+"""Servers without a model, in process and over HTTP.
 
-It behaves as SGLang does at a pause (frozen requests keep what they have) and at an abort (partial
-tokens come back), and it records what it was asked.
+The one in process says one token a tick, labelled with the weights held at that tick.  It behaves as SGLang does
+at a pause (frozen requests keep what they have) and at an abort (partial tokens come back), and it records what it
+was asked.  The one over HTTP gives one token an answer, or what its handler says.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Any
 
 import numpy as np
+from aiohttp import web
 
 from r3train.config.rollout_settings import RolloutSection
-from r3train.engine.backend import Drafts, EngineDied, Request, Segment
+from r3train.engine.backend import Drafts, EngineDied, Request, SamplingParams, Segment
+from r3train.engine.client import SGLangClient
+from r3train.engine.control import EngineControl
+from r3train.engine.members import Members
 from r3train.types import Prompt, RouteShape
+from tests import whole_samples
+from tests.http_serving import serving
 
 ROUTES = RouteShape(num_layers=2, topk=2, num_experts=8)
 PROMPT_LEN = 2
@@ -139,3 +147,85 @@ class SimulatedEngine:
 
     async def aclose(self):
         self.closed = True
+
+
+PROMPT = Prompt("p", 0, "", np.array([5, 6, 7], dtype=np.int32), None)
+
+
+def answer_to(body):
+    if "input_ids" not in body:
+        return {"success": True, "message": "done"}
+    return {
+        "output_ids": [9],
+        "meta_info": {
+            "id": body.get("rid"),
+            "prompt_tokens": len(body["input_ids"]),
+            "completion_tokens": 1,
+            "finish_reason": {"type": "stop", "matched": 9},
+            "output_token_logprobs": [[-0.5, 9, None]],
+            "num_retractions": 0,
+            "cached_tokens": 0,
+            "weight_versions": [{"version": "0", "start": 0, "end": 1}],
+        },
+    }
+
+
+async def refuse(_request, _body):
+    """A handler: every request is too long."""
+    return web.json_response({"error": {"message": "too long"}}, status=400)
+
+
+async def hang_up(request, _body):
+    """A handler that breaks the connection."""
+    request.transport.abort()
+
+
+class Fake:
+    """One HTTP server that records what it is asked."""
+
+    def __init__(self, handler=None):
+        self.bodies = []
+        self.paths = []
+        self.headers = []
+        self.handler = handler
+
+    async def handle(self, request):
+        body = await request.json() if request.can_read_body else {}
+        self.bodies.append(body)
+        self.paths.append(request.path)
+        self.headers.append(dict(request.headers))
+        if self.handler is not None:
+            return await self.handler(request, body)
+        return web.json_response(answer_to(body))
+
+    def running(self):
+        return serving(self.handle)
+
+
+@contextlib.asynccontextmanager
+async def client_of(*fakes, versions=None, changes=False, **options):
+    """A client of these servers; versions: that it knows them to hold; changes: they may leave."""
+    async with contextlib.AsyncExitStack() as stack:
+        addrs = [await stack.enter_async_context(fake.running()) for fake in fakes]
+        servers = addrs if versions is None else Members(addrs, versions, changes=changes)
+        client = SGLangClient(servers, **options)
+        try:
+            yield client
+        finally:
+            await client.aclose()
+
+
+# the fake's only token ends its answers
+SAMPLING = SamplingParams(4, may_stop_at=(9,))
+
+
+def one(client, sample_id=0, group_id=0, sampling=SAMPLING):
+    return whole_samples.generate(client, PROMPT, sampling, sample_id=sample_id, group_id=group_id)
+
+
+@contextlib.asynccontextmanager
+async def control_of(*fakes, **options):
+    async with contextlib.AsyncExitStack() as stack:
+        addrs = [await stack.enter_async_context(fake.running()) for fake in fakes]
+        with EngineControl(addrs, **options) as control:
+            yield control

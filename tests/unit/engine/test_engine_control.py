@@ -2,7 +2,6 @@
 
 import asyncio
 from contextlib import nullcontext
-import contextlib
 import threading
 
 import pytest
@@ -10,19 +9,11 @@ from aiohttp import web
 
 from r3train.engine.backend import EngineDied, EngineError
 from r3train.engine.control import EngineControl
-from tests.unit.fake_engine_server import Fake, answer_to, client_of, one
+from tests.fakes.server import control_of, Fake, answer_to, client_of, one
 
 
 async def facts(_request, _body):
     return web.json_response({"tp_size": 2, "pp_size": 2, "enable_return_routed_experts": False})
-
-
-@contextlib.asynccontextmanager
-async def control_of(*fakes):
-    async with contextlib.AsyncExitStack() as stack:
-        addrs = [await stack.enter_async_context(fake.running()) for fake in fakes]
-        with EngineControl(addrs) as engine:
-            yield engine
 
 
 async def test_success_false_is_an_error_even_with_status_200():

@@ -11,6 +11,7 @@ from r3train.layout.microbatch import build_microbatch, Streams
 from r3train.generation import stitch
 from r3train.routing.indexer_topk import shortened
 from r3train.types import Prompt, RouteShape, TrainSample
+from tests.fakes.lies import changed
 from tests.wire_encoding import encode_routed_experts, text_of
 
 PROMPT = Prompt("p", 0, "", np.array([5, 6, 7], dtype=np.int32), None)
@@ -110,18 +111,6 @@ def test_choices_that_are_missing_or_cannot_be_name_the_sample(payload, message)
         read_choices(payload=payload)
 
 
-def broken(path, value):
-    answer = copy.deepcopy(GOOD)
-    place = answer
-    for key in path[:-1]:
-        place = place[key]
-    if value is KeyError:
-        del place[path[-1]]
-    else:
-        place[path[-1]] = value
-    return answer
-
-
 SPAN = {"version": "4", "start": 0, "end": 2}
 
 
@@ -149,7 +138,7 @@ SPAN = {"version": "4", "start": 0, "end": 2}
 )
 def test_an_answer_that_contradicts_itself_names_the_sample(path, value, message):
     with pytest.raises(ValueError, match=rf"sample 12 \(prompt 'p'\): .*{message}"):
-        read(broken(path, value))
+        read(changed(GOOD, path, value))
 
 
 def test_more_tokens_than_asked_for_are_refused():

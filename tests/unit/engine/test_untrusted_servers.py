@@ -3,7 +3,6 @@
 import asyncio
 import gzip
 import json
-import time
 import tracemalloc
 
 import pytest
@@ -146,19 +145,6 @@ def test_the_bound_of_a_body_holds_all_that_was_asked_for():
     assert kept >= plain + 100 * 50 * len("151935, ")
 
 
-@pytest.mark.parametrize("status", [429, 502, 503, 504])
-async def test_a_busy_server_is_asked_again_after_a_pause(status, monkeypatch):
-    monkeypatch.setattr(sglang_http, "BUSY_S", 0.05)
-    fake, told = Fake(first(3, lambda *_: web.Response(status=status, text="busy"))), []
-    # more often than an answer may be bad
-    options = dict(max_bad_answers=2, on_bad_answer=lambda: told.append(1))
-    async with client_of(fake, **options) as client:
-        began = time.monotonic()
-        assert (await one(client)).token_ids[-1] == 9
-        assert time.monotonic() - began >= 0.05 + 0.1 + 0.2
-    assert len(fake.bodies) == 4 and len(told) == 3
-
-
 async def test_the_pause_is_what_the_server_asks_for_within_bounds(monkeypatch):
     pauses = []
 
@@ -190,15 +176,6 @@ async def test_a_groups_next_request_goes_to_another_server_than_the_busy_one(mo
     async with client_of(busy, other) as client:
         assert (await one(client)).token_ids[-1] == 9
     assert len(busy.bodies) == len(other.bodies) == 1
-
-
-async def test_a_server_that_stays_busy_ends_with_its_words(monkeypatch):
-    monkeypatch.setattr(sglang_http, "BUSY_S", 0.05)
-    fake = Fake(first(99, lambda *_: web.Response(status=503, text="overloaded")))
-    async with client_of(fake, request_timeout_s=0.5) as client:
-        with pytest.raises(EngineBusy, match="sample 0: .* answered 503: overloaded"):
-            await one(client)
-    assert 3 <= len(fake.bodies) <= 5
 
 
 async def test_a_busy_answer_of_a_server_that_has_died_is_its_death(monkeypatch):
@@ -273,13 +250,6 @@ def aborted(_request, body):
     answer = answer_to(body)
     answer["meta_info"]["finish_reason"] = {"type": "abort", "message": "Aborted"}
     return web.json_response(answer)
-
-
-async def test_an_abort_that_nobody_asked_for_is_asked_for_again():
-    fake = Fake(first(1, aborted))
-    async with client_of(fake, max_bad_answers=2) as client:
-        sample = await one(client)
-    assert sample.finish_reason == "stop" and len(fake.bodies) == 2
 
 
 @pytest.mark.parametrize("shared", [False, True])

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 
 import pytest
 from aiohttp import web
 
 from r3train.engine.backend import EngineError
-from r3train.engine.control import MEMORY, EngineControl
+from r3train.engine.control import MEMORY
 from r3train.engine.members import Members
 from r3train.engine.sglang_http import SGLangHTTP
-from tests.unit.fake_engine_server import Fake
+from tests.fakes.server import control_of, Fake
 
 
 def holding(label):
@@ -22,14 +21,6 @@ def holding(label):
         return web.json_response({"weight_version": label, "success": True})
 
     return Fake(handle)
-
-
-@contextlib.asynccontextmanager
-async def control_of(*fakes):
-    async with contextlib.AsyncExitStack() as stack:
-        addrs = [await stack.enter_async_context(fake.running()) for fake in fakes]
-        with EngineControl(addrs) as engine:
-            yield engine
 
 
 async def test_what_servers_confirmed_before_a_restart_says_nothing_about_the_new_ones():
