@@ -95,7 +95,7 @@ class DataSection(Section):
         requires("has_engines: nothing else tells how hard a prompt is", when="difficulty"),
     ] = "uniform"
     """The prompts of an epoch: all, or those whose mean reward, each held to 0..1, was below 0.95 when they were
-    trained last, those above 0 twice.  RUN/pass_rates.jsonl keeps it; when all are solved, all come again."""
+    trained last, those above 0 twice, and a fourth of the others.  RUN/pass_rates.jsonl keeps it."""
     rm_type: str | None = Field(default=None, min_length=1)
     """Reward by registered name: accepted_words, exact_match, math, gsm8k, dapo, gpqa, f1, remote_rm,
     llm_judge, code; boxed_ before a name scores the last box only.  metadata.rm_type of a row wins."""

@@ -1,6 +1,7 @@
 """Prompts by their difficulty: the pass rate of each is kept, and solved ones rest (--prompt-sampling difficulty).
 
-An epoch has every prompt that is not solved once, and those that are solved in part, which teach most, twice.  It is
+An epoch has every prompt that is not solved once, those that are solved in part, which teach most, twice, and every
+fourth of the solved ones, by lot: without these the demo's model forgot them within twenty steps.  It is
 fixed when its first prompt is drawn, by the rollouts that were trained before any server could be asked for that
 prompt: so it does not depend on when answers come.  Of an epoch without an unsolved prompt all are drawn again.
 
@@ -24,6 +25,7 @@ from r3train.data.json_lines import append_lines, read_lines
 
 PASS_RATES_FILE = "pass_rates.jsonl"
 SOLVED = 0.95  # a pass rate from which a prompt rests
+_SHARE_OF_SOLVED = 0.25  # that an epoch has
 
 logger = logging.getLogger(__name__)
 
@@ -88,9 +90,12 @@ class DifficultyOrder:
         open_ones = np.flatnonzero(~(rates >= SOLVED))
         if not len(open_ones):
             open_ones = np.arange(len(rates))
-        draws = np.concatenate([open_ones, np.flatnonzero((rates > 0) & (rates < SOLVED))])
-        if self._shuffle:
-            draws = np.random.default_rng((self._seed, first, 2)).permutation(draws)
+        random = np.random.default_rng((self._seed, first, 2))
+        again = (rates > 0) & (rates < SOLVED)
+        if len(open_ones) < len(rates):
+            again |= (rates >= SOLVED) & (random.random(len(rates)) < _SHARE_OF_SOLVED)
+        draws = np.concatenate([open_ones, np.flatnonzero(again)])
+        draws = random.permutation(draws) if self._shuffle else draws
         logger.info(
             "epoch of %d draws: %d of %d prompts are open", len(draws), len(open_ones), len(rates)
         )
