@@ -211,14 +211,19 @@ class EngineControl:
         """Ask all servers for a path; returns the error of each, None of one that answers."""
 
         async def error_of(server: int) -> EngineError | None:
-            call = self._http.call(server, path, method="GET", what=path[1:], timeout_s=timeout_s)
+            how = {"method": "GET", "what": path[1:], "timeout_s": timeout_s}
             try:
-                await call
-            except EngineError as error:
+                async with self._http.while_present(server):
+                    await self._http.call(server, path, **how)
+            except EngineError as error:  # also where it has left meanwhile
                 return error
             return None
 
-        return self._run(self._http.each(error_of, self.present()))
+        async def errors() -> dict[int, EngineError | None]:
+            present = self.present()
+            return dict(zip(present, await asyncio.gather(*map(error_of, present))))
+
+        return self._run(errors())
 
     def server_info(self, servers: Sequence[int] | None = None) -> dict[int, dict[str, Any]]:
         """Each server's arguments: tp_size, random_seed, enable_return_routed_experts, ..."""

@@ -37,6 +37,7 @@ from r3train.config import RunConfig
 from r3train.families.checks.settings_checks import context_len
 from r3train.config.files import open_regular
 from r3train.families.hf_facts import HfModelFacts
+from r3train.engine.backend import EngineUnreachable
 from r3train.families import FAMILIES
 from r3train.host_group import host_group, rank_zero_alone
 from r3train.ids import split_uids
@@ -163,6 +164,12 @@ class Canaries:
                 for i, at_once in enumerate(_BATCHES):
                     scores, _ = self._ask(texts, version, at_once=at_once, reading=i)()
                     readings.append(scores)
+                stayed = set(readings[0]).intersection(*readings)
+                if not stayed:
+                    raise EngineUnreachable(
+                        "no server has stayed while the first canaries were read"
+                    )
+                readings = [{s: scores[s] for s in sorted(stayed)} for scores in readings]
                 self._begun = texts, readings
         generate()
         if not self.config.rollout.colocate:  # else in the actor's first turn

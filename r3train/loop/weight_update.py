@@ -226,10 +226,12 @@ class WeightUpdate:
             if not generating_failed and not isinstance(error, FAILED):
                 raise
             drain()
-            if fleet.is_deserted and self._source is not None and not generating_failed:
-                # the next servers get these weights: see ``Engines.restart``
+            changes = self.config.rollout.rollout_engines_file is not None
+            if changes and self._source is not None and not generating_failed:
+                # requests that wait for a server may be answered before the next try has ended
                 self._source.set_version(weight_version)
-                return {}, None
+                if fleet.is_deserted:  # ``revive`` brings them to the next servers
+                    return {}, None
             if generating_failed and not isinstance(error, self.recovery.caught):
                 self.recovery.fatal = error  # the ranks come together at the next rollout
                 return {}, None

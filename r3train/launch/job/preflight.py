@@ -288,10 +288,18 @@ def _unset_variables(config: RunConfig) -> Findings:
             yield warning("environment", text, "set it, or leave the name out")
 
 
+def check_engines_file(path: Path | None) -> None:
+    """Raise ValueError for a file of addresses, or a directory, that is there and cannot be used."""
+    if path is not None and path.exists():
+        try:
+            read_addresses(path)
+        except OSError as error:
+            raise ValueError(f"--rollout-engines-file: {error}") from None
+
+
 def _external_servers(found: Found) -> None:
     config = found.config
-    if (source := config.rollout.rollout_engines_file) and source.exists():
-        found.attempt("servers", read_addresses, source)
+    found.attempt("servers", check_engines_file, config.rollout.rollout_engines_file)
     for address in config.rollout.rollout_external_engine_addrs if config.has_engines else ():
         arguments = (config, found.hf, address, found.api_key)
         found.attempt(f"server {address}", model_checks.check_external_server, *arguments)

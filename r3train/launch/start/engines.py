@@ -33,7 +33,7 @@ from r3train.launch.start.local_servers import start_servers
 from r3train.launch.job.checked_job import Job
 from r3train.launch.job.other_models import served_teacher
 from r3train.launch.start.door import Door
-from r3train.launch.job.preflight import check_external_server
+from r3train.launch.job.model_checks import check_external_server
 from r3train.loop.fleet import RolloutFleet
 from r3train.loop.route_transport import Routes
 from r3train.loop.distribute import broadcast_json, gather_json
@@ -176,9 +176,12 @@ class Engines(RolloutFleet):
     def _let_lost_leave(self) -> None:
         before = self._members.present()
         self._door.let_lost_leave()
-        self._failed_updates += before == self._members.present()
+        self._failed_updates += bool(before) and before == self._members.present()
         if self._failed_updates > _MOST_FAILED_UPDATES:
             raise EngineError(f"{_MOST_FAILED_UPDATES} weight updates in a row have failed")
+        while self.is_deserted and self._producer is None:  # later the producer waits
+            self._door.check()
+            time.sleep(0.1)
         self.publisher.reconnect()
 
     @contextmanager

@@ -14,6 +14,7 @@ from r3train.engine.backend import EngineError
 from r3train.engine.control import EngineControl
 from r3train.engine.members import Members
 from r3train.engine.publish import WeightPublisher
+from r3train.launch.job.preflight import check_engines_file
 from r3train.launch.start import door as module
 from r3train.launch.start.door import Door
 from tests.unit.fake_engine_server import Fake
@@ -256,3 +257,14 @@ async def test_without_a_server_the_run_waits_says_so_and_ends_after_its_time(
         time.sleep(0.6)
         with pytest.raises(EngineError, match="rollout-wait-for-servers-s"):
             it.door.check()
+
+
+def test_a_start_is_refused_whose_addresses_others_may_write_and_a_missing_file_may_come(tmp_path):
+    file = tmp_path / "servers"
+    check_engines_file(None)
+    check_engines_file(file)
+    file.write_text("h:1")
+    check_engines_file(file)
+    file.chmod(0o666)
+    with pytest.raises(ValueError, match="rollout-engines-file.*key"):
+        check_engines_file(file)
