@@ -238,14 +238,13 @@ class SGLangClient:
 
     async def _drawn(self, request: Request, tried: list[int]) -> Segment:
         answer, sent = await self._ask(self._body(request), request, tried)
-        segment = read_answer(
-            answer,
-            request,
-            sent,
+        read = partial(
+            read_answer,
             routes=self.routes if request.wants_routes else None,
             decode=self._transport.decode,
             index_topk=self._index_topk,
         )
+        segment = await self.http.in_reader(read, answer, request, sent)
         return replace(segment, server=tried[-1])
 
     async def _for_newest(self, request: Request) -> Request:

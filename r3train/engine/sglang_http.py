@@ -10,6 +10,7 @@ import resource
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
 
@@ -120,6 +121,7 @@ class SGLangHTTP:
             {"keepalive_timeout": _KEEPALIVE_S} if keeps_alive else {"force_close": True}
         )
         self._session: aiohttp.ClientSession | None = None
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="reader")
 
     def _open_session(self) -> aiohttp.ClientSession:
         if self._session is None:
@@ -339,7 +341,7 @@ class SGLangHTTP:
     ) -> Any:
         try:
             if len(raw) > _INLINE_PARSE_BYTES:
-                answer = await asyncio.to_thread(parse_answer, raw)
+                answer = await self.in_reader(parse_answer, raw)
             else:
                 answer = parse_answer(raw)
         except ValueError:
@@ -354,6 +356,10 @@ class SGLangHTTP:
                 raise EngineBusy(text, _retry_after_s(headers.get("Retry-After", "")))
             raise EngineError(text)
         return answer
+
+    async def in_reader(self, read: Callable[..., T], *arguments: Any) -> T:
+        """Call what reads a large answer in a thread of its own, and of all answers: several would only take turns."""
+        return await asyncio.get_running_loop().run_in_executor(self._reader, read, *arguments)
 
     async def raise_if_dead(self) -> None:
         """Wait a moment for a dying engine; raise EngineDied, with its log, if it ends."""

@@ -122,7 +122,10 @@ class RolloutTask:
                 sampling=self._parts.request_settings.sampling,
                 sample_id=self.sample_id,
             )
-            return [self._parts.episodes.with_text(sample) for sample in samples], reward
+            with_text = (
+                self._parts.episodes.with_text
+            )  # of a long answer it takes tens of milliseconds
+            return [await self._parts.shared.aside(with_text, sample) for sample in samples], reward
         finally:
             self.release()
 

@@ -9,12 +9,15 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from r3train.config.rollout_settings import RolloutSection
 from r3train.engine.backend import Drafts, RolloutBackend
 
+
+S, T = TypeVar("S"), TypeVar("T")
 
 _LOOK_S = 0.01
 
@@ -87,11 +90,16 @@ class Shared:
         self.closing = False
         self.on_change: Callable[[], None] = lambda: None
         self._changed = loop.create_future()  # done and replaced at every change
+        self._aside = ThreadPoolExecutor(1, thread_name_prefix="aside")
 
     @property
     def sends_new_rollouts(self) -> bool:
         """True while new rollouts may be sent at all; calls that hold a slot go on."""
         return self.failure is None and not self.closing and self.backend is not None
+
+    async def aside(self, call: Callable[[T], S], argument: T) -> S:
+        """Make a call in a thread of its own, of all such calls: several would only take turns."""
+        return await self.loop.run_in_executor(self._aside, call, argument)
 
     def changed(self) -> None:
         """Send all rollouts that may be sent, and wake all waiters; call it after every change."""

@@ -115,10 +115,11 @@ def recorded_rows(routed_experts: np.ndarray, layer_numbers: np.ndarray) -> np.n
 
 
 def _layer_routes(routed_experts: np.ndarray, layer_numbers: np.ndarray) -> np.ndarray:
-    """The routes of some layers, [R, l, K]; not a copy if they are all layers."""
+    """The routes of some layers, [R, l, K]; not a copy where they follow one another."""
     columns = np.asarray(layer_numbers) - 1
-    if np.array_equal(columns, np.arange(routed_experts.shape[1])):
-        return routed_experts
+    first = int(columns[0]) if len(columns) else 0
+    if np.array_equal(columns, np.arange(first, first + len(columns))):
+        return routed_experts[:, first : first + len(columns)]
     return routed_experts[:, columns]
 
 
