@@ -116,16 +116,12 @@ class RolloutTask:
     async def make(self) -> tuple[list[RolloutSample], float | None]:
         """Make the rollout; return its samples and its episode's reward, None if it gave none."""
         try:
-            samples, reward = await self.episode(
+            return await self.episode(
                 self,
                 self.group.prompt,
                 sampling=self._parts.request_settings.sampling,
                 sample_id=self.sample_id,
             )
-            with_text = (
-                self._parts.episodes.with_text
-            )  # of a long answer it takes tens of milliseconds
-            return [await self._parts.shared.aside(with_text, sample) for sample in samples], reward
         finally:
             self.release()
 

@@ -235,6 +235,9 @@ class Scheduler:
             ]
         shared.counts.finished_samples += len(samples)
         self.scoring.add(rollout.sample_id)
+        # of a long answer it takes tens of milliseconds; from here on an update cannot be in its way
+        with_text = parts.episodes.with_text
+        samples = [await shared.aside(with_text, sample) for sample in samples]
         size = parts.rollout.n_samples_per_prompt
         return await self._scorer(group, rollout.place, samples, reward, size)
 

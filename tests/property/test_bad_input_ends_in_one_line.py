@@ -264,7 +264,7 @@ def test_1000_damaged_settings_and_files_end_in_one_line_and_take_no_gigabyte(
 def test_a_case_that_takes_memory_or_ends_in_a_traceback_is_named(made, tmp_path, monkeypatch):
     with pytest.raises(AssertionError, match=r"seed 3 took \d+ KiB"):
         run_cases(range(3, 4), made, tmp_path / "case", limit=0)
-    monkeypatch.setattr("r3train.launch.job.preflight.preflight", lambda *_, **__: {}["gold"])
+    monkeypatch.setattr("r3train.launch.job.dry_run.preflight", lambda *_, **__: {}["gold"])
     with pytest.raises(AssertionError, match="seed 2, a_model_file"):
         run_cases(range(2, 3), made, tmp_path / "other")
 

@@ -36,7 +36,7 @@ def build_engines(
         return Replayed(job, display.note)
     if job.config.data.prompt_sampling == "difficulty":
         goes_on = resume.checkpoint is not None and not resume.model_only
-        lines = (resume.checkpoint / PASS_RATES_FILE).read_text("utf-8") if goes_on else ""
+        lines = (resume.checkpoint / PASS_RATES_FILE).read_text(encoding="utf-8") if goes_on else ""
         write_atomically(run_dir / PASS_RATES_FILE, lines)
     buffer = resume.buffer(job.hf.vocab_size)
     state = ProducerState(*buffer) if buffer is not None else None

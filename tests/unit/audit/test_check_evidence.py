@@ -102,7 +102,7 @@ def test_evidence_of_version_1_is_refused_by_name(tmp_path, named):
         return [{"version": 1, **line} for line in lines] if named else lines
 
     edit(run, "evidence/steps.jsonl", as_version_1)
-    text = "steps.jsonl:1: evidence version 1, expected 4: judge it with the release that wrote it"
+    text = "steps.jsonl:1: evidence version 1, expected 5: judge it with the release that wrote it"
     assert [finding["what"] for finding in verdict_of(run)["findings"]] == [text]
     assert check(run).exit_code == 1
 

@@ -10,7 +10,6 @@ import torch
 from click.testing import CliRunner
 
 import train_async
-from r3train.launch.start import train as train_program
 from r3train.engine.server import SGLangServer
 from r3train.commands import serve
 from r3train.launch.gpus import server_size
@@ -121,7 +120,7 @@ def test_the_training_command_refuses_before_the_ranks_join(node, recipe, monkey
     def joins(*_):
         raise AssertionError("went on")
 
-    monkeypatch.setattr(train_program, "run", joins)
+    monkeypatch.setattr("r3train.launch.start.rank.run", joins)
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "8")):
         monkeypatch.setenv(name, value)
     node(gpus=8, ranks=8)
@@ -160,7 +159,7 @@ def recipe(tiny) -> list[str]:
 def served(monkeypatch, recipe):
     """``served(*flags)``: the flags of the server that ``r3train serve`` would run, or its refusal."""
     made: list[SGLangServer] = []
-    monkeypatch.setattr(serve, "_serve", lambda server, _: made.append(server))
+    monkeypatch.setattr(serve, "_serve", lambda server, *_: made.append(server))
 
     def run(*flags: str) -> dict | str:
         made.clear()
@@ -225,7 +224,7 @@ def test_of_a_server_over_several_nodes_the_first_alone_has_an_address(
 ):
     node(gpus=8)
     files = []
-    monkeypatch.setattr(serve, "_serve", lambda _, file: files.append(file))
+    monkeypatch.setattr(serve, "_serve", lambda _, file, grace_s: files.append(file))
     flags = ["--sglang-nnodes", "2", "--num-gpus", "8", "--sglang-dist-init-addr", "host1:29600"]
     for rank in ("0", "1"):
         given = [*flags, "--sglang-node-rank", rank, "--address-file", str(tmp_path / "addr")]
