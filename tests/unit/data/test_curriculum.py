@@ -46,7 +46,7 @@ def test_an_epoch_has_open_prompts_once_and_partly_solved_ones_twice(tmp_path):
     assert 9 <= draws[1] < 15 and max(second.values()) == 2  # a solved one comes by lot
 
 
-def test_solved_prompts_come_in_a_fourth_of_the_epochs_so_that_none_is_forgotten(tmp_path):
+def test_each_solved_prompt_comes_in_a_fourth_of_the_epochs(tmp_path):
     drawn = Counter(trained(order_of(tmp_path / "f"), lambda prompt, _: float(prompt > 5), 0, 200))
     rest, often = [drawn[p] for p in range(6, PROMPTS)], [drawn[p] for p in range(6)]
     assert min(rest) > 0 and sum(rest) == pytest.approx(sum(often) / 4, rel=0.3)
