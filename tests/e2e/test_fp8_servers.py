@@ -270,5 +270,5 @@ def test_a_server_of_fp8_holds_tensor_by_tensor_what_one_of_bfloat16_holds(name,
         server = SGLangServer(checkpoint, tmp_path / f"{checkpoint.name}.log", dtype="bfloat16")
         with server, EngineControl([server.addr], check_alive=server.check_alive) as control:
             server.wait_ready()
-            held += control.weight_checksums()
+            held += control.weight_checksums().values()
     assert held[0] == held[1]

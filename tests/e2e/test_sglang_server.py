@@ -182,7 +182,7 @@ def test_eos_of_the_checkpoint_stops_a_response_without_a_tokenizer(server, at_v
 def test_a_text_that_would_fill_the_context_ends_where_the_server_says(server, at_version_zero):
     """1024 tokens of context: SGLang gives a text 1022, and says ``length`` of that."""
     with EngineControl([server.addr]) as control:
-        ((bound,),) = control.text_ends()
+        ((bound,),) = control.text_ends().values()
     assert bound == 1022
 
     async def asked(tokens: int, **options):
@@ -248,7 +248,7 @@ def test_an_update_changes_every_weight_and_its_label(
         assert done.num_bytes == sum(tensor.nbytes for tensor in tensors.values())
         log_probs, _ = references[model](probe)
         np.testing.assert_allclose(probe_log_probs(server.addr, probe), log_probs, atol=1e-4)
-        assert engine.weight_versions() == [str(version)]
+        assert engine.weight_versions() == {0: str(version)}
         sample = generate(
             server, [prompt_of(9)], SamplingParams(8, stop_token_ids=(EOS,)), weight_version=version
         )[0]
