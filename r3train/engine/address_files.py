@@ -33,8 +33,8 @@ def _words(path: Path) -> list[str]:
 
 
 def _require_own(path: Path, found: os.stat_result) -> None:
-    others = stat.S_IWGRP | stat.S_IWOTH
-    if found.st_uid not in (0, os.getuid()) or found.st_mode & others:
+    writable_by_others = stat.S_IWGRP | stat.S_IWOTH
+    if found.st_uid not in (0, os.getuid()) or found.st_mode & writable_by_others:
         raise PermissionError(
             f"{path}: owned by user {found.st_uid} with mode {found.st_mode & 0o777:o}, expected this user and nobody else"
             " who may write it (chmod go-w): every server that it names gets the run's key"

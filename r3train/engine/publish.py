@@ -1,6 +1,7 @@
 """New weights to the rollout engines: what all transports have in common, and the broadcast in buckets.
 
-Other transports: ``publish_disk``, ``publish_memory``, and ``adapters`` of LoRA.  Each takes an iterator of (HF name, full tensor) on one rank.  At the end every server
+Other transports: ``publish_disk``, ``publish_memory``, and ``adapters`` of LoRA.  Each takes an iterator of
+(HF name, full tensor) on one rank.  At the end every server
 holds those weights under a new version label.  With pipeline stages each stage's first rank broadcasts
 its weights, by a publisher of its own (``loop.stage_weight_sync``).
 

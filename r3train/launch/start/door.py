@@ -186,14 +186,15 @@ class Door:
             return None, "it gets its first request after an update"
         label = self.control.weight_versions([server])[server]
         checksums = self.control.weight_checksums([server, twins[0]])
-        own, twin = checksums[server], checksums[twins[0]]
-        wrong = sorted(name for name in own.keys() | twin.keys() if own.get(name) != twin.get(name))
+        held, expected = checksums[server], checksums[twins[0]]
+        names = held.keys() | expected.keys()
+        wrong = sorted(name for name in names if held.get(name) != expected.get(name))
         if label != str(version):
             raise ValueError(f"it says that it holds weights {label}, expected {version}")
         if wrong:
             names = ", ".join(wrong[:4])
             raise ValueError(f"{len(wrong)} tensors are not those of server {twins[0]}: {names}")
-        return version, f"{len(own)} tensors are those of server {twins[0]}"
+        return version, f"{len(held)} tensors are those of server {twins[0]}"
 
     def _say_if_deserted(self) -> None:
         now = time.monotonic()

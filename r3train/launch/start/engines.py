@@ -343,8 +343,8 @@ class Engines(RolloutFleet):
         self._routes.require_reach([addr], self._api_key)
         self.publisher.require_reach(addr)
         layout = self._layout_of(server)
-        others = self._members.present()
-        expected = self._layouts[others[0]] if others else {"dtype": config.server_dtype}
+        present = self._members.present()
+        expected = self._layouts[present[0]] if present else {"dtype": config.server_dtype}
         raise_all(
             f"engine {addr} runs with {key} = {layout[key]!r}, and the run's servers with {value!r}"
             for key, value in expected.items()
