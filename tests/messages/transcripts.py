@@ -142,7 +142,8 @@ def _printed(command: str, directory: Path) -> str:
         output = done.stdout + done.stderr
     for shown, words in SHOWN:
         output = re.sub(shown, words, output)
-    for place in (directory, ROOT, os.path.relpath(ROOT, directory)):
+    # the relative way to the root can hold the absolute one: it goes first
+    for place in (directory, os.path.relpath(ROOT, directory), ROOT):
         output = output.replace(f"{place}/", "")
     return output.strip()
 
