@@ -46,7 +46,7 @@ from r3train.proof.judge import (
     FORWARD,
     judge,
     misaligned,
-    native,
+    controls_pass,
     agreement_counts,
     STREAMS,
     StepTotals,
@@ -470,7 +470,7 @@ class _RunAudit:
             return
         found = {f.layer_number for f in self.audit.findings if f.claim == "agreement"}
         layers = dict(sorted(self._agreement_counts.items()))
-        place = native(self._last.passes), ROUTES, FORWARD
+        place = controls_pass(self._last.passes), ROUTES, FORWARD
         for layer, values in layers.items():
             if layer not in found and (beaten := beaten_by(values)):
                 what, *counts = beaten

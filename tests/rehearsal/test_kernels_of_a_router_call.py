@@ -111,7 +111,7 @@ def kernels(check: bool, missing: bool, replay_pass: str, records: bool = True) 
     served = [replay.RouterReplay(manager, 0, r.layer_number, torch.gather) for r in routers]
     scores = torch.randn(LAYERS, ROWS, NUM_EXPERTS)
     trains = replay_pass == "train"
-    manager.begin_pass(replay_pass, [microbatch(missing)], 0, native=not trains)
+    manager.begin_pass(replay_pass, [microbatch(missing)], 0, counts_controls=not trains)
     manager.begin_forward(0, 0)
     manager.begin_backward(0, 0)
     orders = {"forward": range(LAYERS)}
@@ -157,7 +157,7 @@ def evidence(together: int, monkeypatch) -> list:
     scores = torch.randn(2, 3, ROWS, NUM_EXPERTS)
     for replay_pass in ("old_log_prob", "train"):
         two = [replace(microbatch(missing=i == 1), microbatch_id=i) for i in (0, 1)]
-        manager.begin_pass(replay_pass, two, 0, native=replay_pass != "train")
+        manager.begin_pass(replay_pass, two, 0, counts_controls=replay_pass != "train")
         for stage in ("forward", "recomputation"):
             again = stage == "recomputation"
             monkeypatch.setattr(replay, "in_recomputation", lambda: again)

@@ -175,8 +175,11 @@ class MegatronActor:
         # without a pass nothing is replayed, and nothing is evidence
         replay = self.replay if replay_pass else None
         step = make_log_prob_step(batches, replay, temperature, self._log_probs_chunk_size)
-        native = replay_pass == "old_log_prob"
-        with weights, self._pass(replay_pass, slices, weight_version, native=native):
+        counts_controls = replay_pass == "old_log_prob"
+        with (
+            weights,
+            self._pass(replay_pass, slices, weight_version, counts_controls=counts_controls),
+        ):
             results = self._run_schedule(step, slices, forward_only=True)
         return {i: log_probs for result in results for i, log_probs in result.items()}
 
@@ -280,7 +283,7 @@ class MegatronActor:
             ref_log_probs,
             teacher_log_probs,
         )
-        with self._pass("train", slices, weight_version, native=old_log_probs is None):
+        with self._pass("train", slices, weight_version, counts_controls=old_log_probs is None):
             return self._run_schedule(step, slices, forward_only=False)
 
     def _run_schedule(self, step, slices: Sequence[RankSlice], *, forward_only: bool) -> list[dict]:
@@ -307,16 +310,16 @@ class MegatronActor:
         slices: Sequence[RankSlice],
         weight_version: int | None = None,
         *,
-        native: bool = False,
+        counts_controls: bool = False,
     ) -> Iterator[None]:
         """Stage routes for exactly one pass; after an exception none are left.
 
-        native: as for ``RoutingReplayManager.begin_pass``.
+        counts_controls: as for ``RoutingReplayManager.begin_pass``.
         """
         if self.replay is None or replay_pass is None:
             yield
             return
-        self.replay.begin_pass(replay_pass, slices, weight_version, native=native)
+        self.replay.begin_pass(replay_pass, slices, weight_version, counts_controls=counts_controls)
         try:
             yield
         except BaseException:

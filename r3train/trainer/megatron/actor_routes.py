@@ -53,7 +53,7 @@ class ActorRoutes:
         slices: Sequence[RankSlice],
         weight_version: int | None = None,
         *,
-        native: bool = False,
+        counts_controls: bool = False,
     ) -> None:
         """Record in old_log_prob, replay in train; other passes (other weights) route freely."""
         if replay_pass == "old_log_prob":

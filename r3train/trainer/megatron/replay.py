@@ -196,7 +196,7 @@ class IndexerReplay:
         record, controls = None, False
         if manager.recorder is not None:
             again = in_recomputation()
-            controls = manager.recorder.native and not again
+            controls = manager.recorder.counts_controls and not again
             record = manager.recorder.begin_indexer_call(
                 staged,
                 staged.column[layer_number],
@@ -311,11 +311,11 @@ class RoutingReplayManager:
         slices: Sequence[RankSlice],
         weight_version: int | None = None,
         *,
-        native: bool = False,
+        counts_controls: bool = False,
     ) -> None:
         """Stage the routes of all microbatches of a pass (old_log_prob, ref_log_prob or train).
 
-        weight_version: as for ``StagedRoutes.from_slice``.  native: True for the rollout's first
+        weight_version: as for ``StagedRoutes.from_slice``.  counts_controls: True for the rollout's first
         forwards of the actor's own weights; there its own choice is compared with misaligned routes
         too, and its drift counted.
         """
@@ -331,9 +331,9 @@ class RoutingReplayManager:
             if staged is not None:
                 self.staged_indexers[s.microbatch_id] = staged
         self._active = True
-        self.drifts = self.drift is not None and native
+        self.drifts = self.drift is not None and counts_controls
         if self.recorder is not None:
-            self.recorder.begin_pass(replay_pass, weight_version, native=native)
+            self.recorder.begin_pass(replay_pass, weight_version, counts_controls=counts_controls)
 
     def begin_forward(self, vp_stage: int, microbatch_id: int) -> None:
         """Name the microbatch that the chunk runs forward next."""

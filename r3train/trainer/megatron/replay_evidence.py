@@ -106,11 +106,11 @@ class CallRecorder:
         self._counts_tokens = counts_tokens
         self._calls: list[_Call] = []
         self._seen: list[_Seen] = []
-        # what the calls in _seen share: their microbatch; pass, native, stage, and which tensors they lack
+        # what the calls in _seen share: their microbatch; pass, counts_controls, stage, and which tensors they lack
         self._staged: StagedRoutes | None = None
         self._kind: tuple = ()
         self._choice: Choice | None = None
-        self._pass, self._native = "", False
+        self._pass, self._counts_controls = "", False
         self._weight_version: int | None = None
         # (stream, microbatch, layer) -> projection of what a train forward chose from, which a
         # recomputation must repeat
@@ -120,13 +120,13 @@ class CallRecorder:
         )  # by the number of columns of what is projected
 
     def begin_pass(
-        self, replay_pass: str, weight_version: int | None = None, *, native: bool
+        self, replay_pass: str, weight_version: int | None = None, *, counts_controls: bool
     ) -> None:
-        """Name the pass of the calls that follow; native: its forwards count the controls.
+        """Name the pass of the calls that follow; counts_controls: its forwards count the controls.
 
         weight_version: as for ``StagedRoutes.from_slice``.
         """
-        self._pass, self._native = replay_pass, native
+        self._pass, self._counts_controls = replay_pass, counts_controls
         self._weight_version = weight_version
 
     def end_pass(self) -> None:
@@ -189,7 +189,7 @@ class CallRecorder:
                     ROUTES, choice.scores, layer_number, microbatch_id, stage
                 )
         self._calls.append(call)
-        kind = self._pass, self._native, stage, seen.lacks
+        kind = self._pass, self._counts_controls, stage, seen.lacks
         if self._staged is not staged or self._kind != kind:
             self._count()
         self._staged, self._kind = staged, kind
@@ -285,9 +285,9 @@ class CallRecorder:
         return scores.float() @ self._projections[columns]
 
     @property
-    def native(self) -> bool:
+    def counts_controls(self) -> bool:
         """True in a pass whose forwards count the controls."""
-        return self._native
+        return self._counts_controls
 
     @torch.no_grad()
     def begin_indexer_call(

@@ -205,7 +205,7 @@ def failures_of_sampling_mask(
     trained = [TrainSample(s, 0.0, np.zeros(s.num_tokens, np.float32)) for s in samples]
     ready = Preparation(config, HF, ROUTES, [place], ("train",)).prepare(3, trained)
     recorder = replay_evidence.CallRecorder(rank=0, topk=ROUTES.topk, counts_tokens=True)
-    recorder.begin_pass("train", 3, native=True)
+    recorder.begin_pass("train", 3, counts_controls=True)
     for microbatch in ready.microbatches[0]:
         share = plant(slice_microbatch(microbatch, place))
         kept = sampling_mask.SamplingMask.from_slice(

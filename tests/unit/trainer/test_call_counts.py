@@ -96,8 +96,10 @@ class Calls:
         change(routing_map)
         self.manager._record_call(self.routers[layer], (), (routing_map.float(), routing_map))
 
-    def forward(self, s: RankSlice, replay_pass: str = "old_log_prob", *, native=True) -> None:
-        self.manager.begin_pass(replay_pass, [s], HELD, native=native)
+    def forward(
+        self, s: RankSlice, replay_pass: str = "old_log_prob", *, counts_controls=True
+    ) -> None:
+        self.manager.begin_pass(replay_pass, [s], HELD, counts_controls=counts_controls)
         self.manager.begin_forward(0, s.microbatch_id)
 
     def collected(self) -> dict[int, ReplayEvidence]:
@@ -208,16 +210,16 @@ def test_every_count_of_a_forward_is_that_of_a_loop_over_its_rows(seed):
 
 
 def test_controls_are_counted_in_the_first_forwards_alone_and_copies_are_marked():
-    for native, replay_pass in ((False, "old_log_prob"), (True, "train")):
+    for counts_controls, replay_pass in ((False, "old_log_prob"), (True, "train")):
         s, calls = make_slice(0), Calls(0, counts_tokens=False)
         agreeing(calls, s.routes.copy())
-        calls.forward(s, replay_pass, native=native)
+        calls.forward(s, replay_pass, counts_controls=counts_controls)
         for layer in LAYERS:
             calls.call(layer)
         found = calls.collected()
         assert not any(call.counts_tokens for call in found.values())
         total = sum(call.control_token_minus + call.control_layer_plus for call in found.values())
-        assert (total > 0) == native
+        assert (total > 0) == counts_controls
 
 
 def test_a_fault_in_a_returned_map_is_counted_in_its_own_layer():
@@ -289,7 +291,7 @@ def recomputed(monkeypatch, noise: dict[int, torch.Tensor], *, skip=()):
     """A train pass whose layers are recomputed, with noise on the scores of some; the second calls."""
     slices = [make_slice(0), make_slice(1, 1)]
     calls = Calls(0)
-    calls.manager.begin_pass("train", slices, HELD, native=False)
+    calls.manager.begin_pass("train", slices, HELD, counts_controls=False)
     for s in slices:
         calls.manager.begin_forward(0, s.microbatch_id)
         calls.scores = {n: scores + s.microbatch_id for n, scores in calls.scores.items()}
