@@ -35,7 +35,7 @@ from r3train.engine.server import SGLangServer
 from r3train.verify.tiny import TinyOptions
 
 TRL_PYTHON = ROOT / ".venv-trl" / "bin" / "python"
-# the first step, and those that wait for the readings of the first two updates, which every start judges
+# the first step, and those that wait for the scores of the first two updates, which every start judges
 WARM_UP = 3
 
 

@@ -174,7 +174,7 @@ def claim_facts(audit: Audit) -> dict[str, str]:
 def _served_facts(numbers: dict[str, Any]) -> str:
     facts, checksums = [], numbers["checksums"]
     if served := numbers.get("served"):
-        use, scored = served["coverage"], _amount(served["readings"], "reading")
+        use, scored = served["coverage"], _amount(served["readings"], "score")
         repeats = "bit by bit" if served["exact"] else f"to {served['repeat_off']:.2g} nats"
         facts.append(
             f"{_amount(served['updates'], 'update')}, {scored} of all canaries, which use"

@@ -1,18 +1,18 @@
 """Canaries: fixed texts that every server and the actor score after weight updates (the claim *served*).
 
-At every start 8 texts are made and read, with the weights that servers and actor begin with, alone, four and eight at
-once: this measures the noise of sound readings.  The first few of them, of --r3-canaries tokens together, are the canaries; a
-checkpoint keeps these, and what the first start read of them.
+At every start 8 texts are made and scored, with the weights that servers and actor begin with, alone, four and eight at
+once: this measures the noise of sound scores.  The first few of them, of --r3-canaries tokens together, are the canaries; a
+checkpoint keeps these, and the scores of the first start.
 
-    after an update    rank 0: canaries are sent with the first requests of the new weights.  Every server reads each of
-                       them and draws eight tokens after it; one is read twice more, for the cache.  Nothing waits for this
+    after an update    rank 0: canaries are sent with the first requests of the new weights.  Every server scores each of
+                       them and draws eight tokens after it; one is scored twice more, for the cache.  Nothing waits for this
     before training    all ranks: one pass of the actor with the servers' experts, and its own choice next to them
                        rank 0: the verdict, its evidence; all ranks end where it failed
 
 The first two updates of a start are judged, those after a restart, and then as many as --r3-canary-share of the time pays for.
 What a server holds is judged at every update, by its checksums (``held_weights``).
 
-Without --use-rollout-routing-replay there are no experts to compare: readings are log-probs alone, and the actor routes for itself.
+Without --use-rollout-routing-replay there are no experts to compare: scores are log-probs alone, and the actor routes for itself.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from r3train.proof.served_verdict import (
     MOST_MEAN,
     MOST_MEAN_OF_FP8,
     ServedRecord,
-    ServerRead,
+    ServerScores,
 )
 from r3train.proof.suspicion import Suspicions
 from r3train.proof.writer import EvidenceWriter
@@ -70,7 +70,7 @@ logger = logging.getLogger(__name__)
 CANARY_FILE = "canaries.safetensors"  # of a checkpoint
 _FORMAT = "r3train-canaries-1"
 _NOISE_TEXTS = 8
-_BATCHES = (1, 1, 4, 8)  # texts that a server reads at once, in the readings of the start
+_BATCHES = (1, 1, 4, 8)  # texts that a server scores at once, in each repetition at the start
 # a mean that cannot be told from none, in nats
 _LEAST_MEAN, _LEAST_MEAN_HALF = 1e-6, 1e-3
 # so many times the noise of the checkpoint's machine is said
@@ -120,14 +120,16 @@ class Canaries:
 
     def __post_init__(self) -> None:
         self._texts: list[np.ndarray] = []
-        self._cached: list[int] = []  # tokens of each second reading, at the start
+        self._cached: list[int] = []  # cached tokens of each text's second scores, at the start
         self._noise: CanaryNoise | None = None
         # gap_mean of the start that the checkpoint tells of
         self._noise_before: float | None = None
         self._suspicions = Suspicions(self.config.suspect_limit)
-        self._first: dict[int, ServerRead] = {}  # at the start, by server
-        self._last: dict[int, ServerRead] = {}
-        self._live: dict[int, list[np.ndarray]] = {}  # the actor by its own routers, by server
+        self._first: dict[int, ServerScores] = {}  # at the start, by server
+        self._last: dict[int, ServerScores] = {}
+        self._live: dict[int, list[np.ndarray]] = (
+            {}
+        )  # log-probs of the actor without replay, by server
         self._records: dict[int, list[ServedRecord]] = {}  # by weight version
         self._name = f"r3train-canary-{secrets.token_hex(4)}"
         self._replays = self.config.replay.use_rollout_routing_replay
@@ -139,7 +141,7 @@ class Canaries:
         self._judgements = 1  # with the start
         self._owed = _FIRST_UPDATES  # updates to be judged in any case
         self._seconds = self._judged_at = 0.0  # of the last judgement
-        # rank 0: texts, and the scores of each server in the readings of the start
+        # rank 0: texts, and the scores of each server in each repetition at the start
         self._begun: tuple[list[np.ndarray], list[dict[int, list[CanaryScores]]]] | None = None
         path = self.resumed and self.resumed / CANARY_FILE
         if path is not None and self._replays and path.exists():
@@ -150,7 +152,7 @@ class Canaries:
     def begin(self, version: int, generate: Callable[[], None] = lambda: None) -> None:
         """Make the texts and measure the noise, while servers and actor hold the weights that this start begins with.
 
-        generate: called once the servers have read, which are free then.
+        generate: called once the servers have scored, which are free then.
         """
         with rank_zero_alone():
             if self.rank_zero is not None:
@@ -160,36 +162,38 @@ class Canaries:
                 more = max(_NOISE_TEXTS, self._count) - len(texts)
                 if more > 0:
                     texts += self.rank_zero.engines.canary_texts(more, self._longest)
-                readings = []
+                repetitions = []
                 for i, at_once in enumerate(_BATCHES):
-                    scores, _ = self._ask(texts, version, at_once=at_once, reading=i)()
-                    readings.append(scores)
-                stayed = set(readings[0]).intersection(*readings)
+                    scores, _ = self._ask(texts, version, at_once=at_once, repetition=i)()
+                    repetitions.append(scores)
+                stayed = set(repetitions[0]).intersection(*repetitions)
                 if not stayed:
                     raise EngineUnreachable(
-                        "no server has stayed while the first canaries were read"
+                        "no server has stayed while the first canaries were scored"
                     )
-                readings = [{s: scores[s] for s in sorted(stayed)} for scores in readings]
-                self._begun = texts, readings
+                repetitions = [{s: scores[s] for s in sorted(stayed)} for scores in repetitions]
+                self._begun = texts, repetitions
         generate()
         if not self.config.rollout.colocate:  # else in the actor's first turn
             self._measure(version)
 
     def _measure(self, version: int) -> None:
         """Let the actor score the texts of the start; raises NotServed."""
-        (texts, readings), failed = self._begun or ([], [{}]), ""
-        reads, self._begun = readings[0], None
-        actor_log_probs, router = self._actor_reads(texts, reads, version)
-        repeated, _ = self._actor_reads(texts, reads, version)
+        (texts, repetitions), failed = self._begun or ([], [{}]), ""
+        server_scores, self._begun = repetitions[0], None
+        actor_log_probs, router = self._actor_log_probs(texts, server_scores, version)
+        repeated, _ = self._actor_log_probs(texts, server_scores, version)
         # those of an update, in its pack: another one rounds otherwise, which would look like a move of the actor's
         texts = self._texts or texts[: self._count]
-        kept_reads = {s: scores[: len(texts)] for s, scores in reads.items()}
-        kept_log_probs, kept_router = self._actor_reads(texts, kept_reads, version, live=True)
+        kept_scores = {s: scores[: len(texts)] for s, scores in server_scores.items()}
+        kept_log_probs, kept_router = self._actor_log_probs(texts, kept_scores, version, live=True)
         if self.rank_zero is not None:
-            self._noise = self._measured(version, readings, actor_log_probs, repeated, router)
+            self._noise = self._measured(version, repetitions, actor_log_probs, repeated, router)
             self._texts = texts
-            self._cached = [r.warm.cached_tokens for r in next(iter(kept_reads.values()))[:_HALVED]]
-            failed = self._judge(version, kept_reads, kept_log_probs, kept_router)
+            self._cached = [
+                r.warm.cached_tokens for r in next(iter(kept_scores.values()))[:_HALVED]
+            ]
+            failed = self._judge(version, kept_scores, kept_log_probs, kept_router)
             self._first = self._first or dict(self._last)
             self._say_what_they_show(version)
         self.ready, self._judged_at = True, time.monotonic()
@@ -198,20 +202,29 @@ class Canaries:
     def _measured(
         self,
         version: int,
-        readings: list[dict[int, list[CanaryScores]]],
+        repetitions: list[dict[int, list[CanaryScores]]],
         actor_log_probs: dict[int, list[np.ndarray]],
         repeated: dict[int, list[np.ndarray]],
         router: dict[int, tuple[int, int]],
     ) -> CanaryNoise:
-        """Rank 0: the noise of readings and of passes of the actor, from those that were made several times."""
-        family, reads = FAMILIES[self.hf.model_type], readings[0]
-        server_gaps = [ServerRead(version, s, reads[s], actor_log_probs[s]).gaps() for s in reads]
+        """Rank 0: the noise of servers' scores and of passes of the actor, from those that were made several times."""
+        family, server_scores = FAMILIES[self.hf.model_type], repetitions[0]
+        server_gaps = [
+            ServerScores(version, s, server_scores[s], actor_log_probs[s]).gaps()
+            for s in server_scores
+        ]
         gaps, drawn_gaps = (np.concatenate(parts) for parts in zip(*server_gaps))
-        leader = next(iter(reads))
-        again = [self._apart(reads[s], others[s]) for others in readings[1:] for s in reads]
-        servers = [self._apart(reads[leader], reads[s]) for s in reads]
+        first = next(iter(server_scores))
+        again = [
+            self._apart(server_scores[s], other[s])
+            for other in repetitions[1:]
+            for s in server_scores
+        ]
+        servers = [self._apart(server_scores[first], server_scores[s]) for s in server_scores]
         actor_pairs = [
-            pair for s in reads for pair in zip(actor_log_probs[s], repeated[s], strict=True)
+            pair
+            for s in server_scores
+            for pair in zip(actor_log_probs[s], repeated[s], strict=True)
         ]
         float32 = self.config.server_dtype == "float32" and not self.config.model.bf16
         gap_floor = family.log_prob_gap if family.served_in_less and float32 else 0.0
@@ -230,9 +243,9 @@ class Canaries:
             rows_left=sum(left for _, left in router.values()),
         )
 
-    def _apart(self, some: list[CanaryScores], others: list[CanaryScores]) -> Difference:
-        """The difference of two readings of the same texts."""
-        pairs = list(zip(some, others, strict=True))
+    def _apart(self, one: list[CanaryScores], other: list[CanaryScores]) -> Difference:
+        """The difference of two scores of the same texts."""
+        pairs = list(zip(one, other, strict=True))
         twice = [(a.early, b.early) for a, b in pairs[:_HALVED]]
         return difference(twice + [(a.whole, b.whole) for a, b in pairs], self._moe_layers)
 
@@ -313,11 +326,13 @@ class Canaries:
 
     def _settle(self, version: int) -> dict[str, Any]:
         began, failed, metrics = time.monotonic(), "", {}
-        reads, self._unjudged = self._unjudged, {}
+        server_scores, self._unjudged = self._unjudged, {}
         live = self._judgements % _LIVE_EVERY == 0
-        actor_log_probs, router = self._actor_reads(self._texts, reads, version, live=live)
+        actor_log_probs, router = self._actor_log_probs(
+            self._texts, server_scores, version, live=live
+        )
         if self.rank_zero is not None:
-            failed = self._judge(version, reads, actor_log_probs, router)
+            failed = self._judge(version, server_scores, actor_log_probs, router)
             metrics = served_metrics(self._records[version])
             metrics["perf/canary_answers_s"] = self._seconds
             self._judged_at = time.monotonic()
@@ -327,15 +342,15 @@ class Canaries:
         return metrics
 
     def _ask(
-        self, texts: Sequence[np.ndarray], version: int, *, at_once: int = 1, reading: int = 0
+        self, texts: Sequence[np.ndarray], version: int, *, at_once: int = 1, repetition: int = 0
     ) -> Callable[[], tuple[dict[int, list[CanaryScores]], float]]:
-        """Rank 0: have every server read, ``at_once`` texts at a time.
+        """Rank 0: have every server score, ``at_once`` texts at a time.
 
         The result waits for the scores, and for the seconds that servers took.
         Each text has a key of its own, the same under all versions where an update must flush the cache, and others in
-        each ``reading`` of a version, so that nothing is cached.
+        each ``repetition`` of a version, so that nothing is cached.
         """
-        name = self._name + (f"-{reading}" if reading else "")
+        name = self._name + (f"-{repetition}" if repetition else "")
         if not self.config.rollout.fresh_prefixes:
             name += f"-{version}"
         keys = [f"{name}-{i}" for i in range(len(texts))]
@@ -346,12 +361,14 @@ class Canaries:
     def _judge(
         self,
         version: int,
-        reads: dict[int, list[CanaryScores]],
+        server_scores: dict[int, list[CanaryScores]],
         actor_log_probs: dict[int, list[np.ndarray]],
         router: dict[int, tuple[int, int]],
     ) -> str:
         """Rank 0: the verdict on all servers, written as evidence; returns what failed."""
-        now = {s: ServerRead(version, s, reads[s], actor_log_probs[s]) for s in reads}
+        now = {
+            s: ServerScores(version, s, server_scores[s], actor_log_probs[s]) for s in server_scores
+        }
         start = CanaryStart(
             self._texts,
             self._cached,
@@ -361,13 +378,15 @@ class Canaries:
             self.hf.vocab_size,
         )
         records = []
-        for server, read in now.items():
+        for server, scores in now.items():
             last, first = self._last.get(server), self._first.get(server)
             first = first or next(iter(self._first.values()), None)
             earlier = [r for r in (last, first) if r is not None and r.version < version]
             if len(earlier) == 2 and earlier[0].version == earlier[1].version:
                 del earlier[1]
-            records.append(compare_servers(read, earlier, start, router[server], self._suspicions))
+            records.append(
+                compare_servers(scores, earlier, start, router[server], self._suspicions)
+            )
         self._last = {**self._last, **now}
         self._records.setdefault(version, []).extend(records)
         for old in [v for v in self._records if v < version - 1]:
@@ -396,12 +415,12 @@ class Canaries:
         self._owed = _FIRST_UPDATES
 
     @property
-    def last_reads(self) -> list[tuple[ServerRead, list[np.ndarray] | None]]:
+    def last_scores(self) -> list[tuple[ServerScores, list[np.ndarray] | None]]:
         """Rank 0: the last scores of every server and the actor.
 
         With each come the log-probs of the actor's pass without replay, if there was one.
         """
-        return [(read, self._live.get(s)) for s, read in self._last.items()]
+        return [(scores, self._live.get(s)) for s, scores in self._last.items()]
 
     def served(self, version: int) -> Served | None:
         """Rank 0: the verdict on a weight version."""
@@ -409,37 +428,37 @@ class Canaries:
 
     # -- the actor ---------------------------------------------------------------------------
 
-    def _actor_reads(
+    def _actor_log_probs(
         self,
         texts: Sequence[np.ndarray],
-        reads: dict[int, list[CanaryScores]],
+        server_scores: dict[int, list[CanaryScores]],
         version: int,
         *,
         live: bool = False,
     ) -> tuple[dict[int, list[np.ndarray]], dict[int, tuple[int, int]]]:
         """Score the texts and what was drawn after them with the experts that each server chose.
 
-        Servers that chose alike share a pass's samples.  live: also by the actor's own routers, for the budget of the gap.
+        Servers that chose alike share a pass's samples.  live: also without replay, for the budget of the gap.
         Returns on rank 0, by server, float32[T + n] of each text of T tokens and the n drawn ones (entry 0 is 0), and the
         rows of the actor with those whose own choice was another.
         """
         live &= self._replays
         sharing: dict[bytes, list[int]] = {}
-        for server, scores in reads.items():
+        for server, scores in server_scores.items():
             chosen = b"".join(r.whole.rows.tobytes() + r.whole.sampled.tobytes() for r in scores)
             sharing.setdefault(chosen, []).append(server)
         groups = list(sharing.values())
         log_probs, router = {}, {}
         self._live.clear()
         for i in range(broadcast_json(len(groups))):
-            scores = reads[groups[i][0]] if groups else []
+            scores = server_scores[groups[i][0]] if groups else []
             drawn = [np.concatenate([t, s.whole.sampled]) for t, s in zip(texts, scores)]
             rows = [s.whole.rows if self._replays else None for s in scores]
-            found, by_own_routers, counts = self._pass(drawn, rows, version, live)
+            found, unreplayed, counts = self._pass(drawn, rows, version, live)
             for server in groups[i] if groups else ():
                 log_probs[server], router[server] = found, counts
                 if live:
-                    self._live[server] = by_own_routers
+                    self._live[server] = unreplayed
         return log_probs, router
 
     def _pass(
@@ -449,7 +468,7 @@ class Canaries:
         version: int,
         live: bool,
     ) -> tuple[list[np.ndarray], list[np.ndarray], tuple[int, int]]:
-        """Score the texts with these experts, and with ``live`` by the actor's own routers, else as zeros."""
+        """Score the texts with these experts, and with ``live`` also without replay, else as zeros."""
         mine, microbatches = self.actor.topology, None
         if self.rank_zero is not None:
             samples = [
@@ -500,7 +519,7 @@ class Canaries:
     # -- in a checkpoint -----------------------------------------------------------------------
 
     def keep(self, directory: Path) -> None:
-        """Rank 0: write texts, noise and first readings into a checkpoint; none where readings are log-probs alone."""
+        """Rank 0: write texts, noise and first scores into a checkpoint; none where scores are log-probs alone."""
         if self._noise is None or not self._replays:
             return
         tensors = {f"text.{i}": text for i, text in enumerate(self._texts)}
@@ -554,7 +573,7 @@ class Canaries:
             ]
             actor_log_probs = [tensors[f"actor.{i}"] for i in numbers]
             self._first = {
-                facts["server"]: ServerRead(
+                facts["server"]: ServerScores(
                     facts["version"], facts["server"], scores, actor_log_probs
                 )
             }

@@ -23,7 +23,7 @@ from r3train.proof.judge import StepVerdict
 from r3train.proof.live import LiveProof, StepClaims
 from r3train.proof.custody_verdict import CustodyRecord
 from r3train.proof.recheck_verdict import compare_rollout, log_probs_twice, RecheckRecord
-from r3train.proof.served_verdict import ServerRead
+from r3train.proof.served_verdict import ServerScores
 from r3train.proof.suspicion import CALIBRATING, Statistic, Suspicions
 from r3train.proof.writer import EvidenceWriter
 from r3train.types import is_checked
@@ -117,13 +117,13 @@ class StepProof:
     def gap_metrics(self, metrics: Mapping[str, Any]) -> dict[str, float]:
         """Rank 0: split the gap of a step, which has ``metrics``, after ``judge`` if that is due."""
         rechecked, self._twice = self._twice, None
-        replayed, reads = self.config.replay.use_rollout_routing_replay, []
+        replayed, server_scores = self.config.replay.use_rollout_routing_replay, []
         if self.canaries is not None and replayed:
-            reads = self.canaries.last_reads
+            server_scores = self.canaries.last_scores
         return gap_budget(
             metrics,
             rechecked=rechecked,
-            canaries=canary_log_probs(reads) if reads else None,
+            canaries=canary_log_probs(server_scores) if server_scores else None,
             replayed=replayed,
             flushed=self.config.rollout.flush_cache_on_update,
         )
@@ -164,23 +164,27 @@ class StepProof:
         return records, rechecked.missed + len(rechecked.parts) - len(records)
 
 
-def canary_log_probs(reads: Sequence[tuple[ServerRead, list[np.ndarray] | None]]) -> CanaryLogProbs:
+def canary_log_probs(
+    server_scores: Sequence[tuple[ServerScores, list[np.ndarray] | None]]
+) -> CanaryLogProbs:
     """Gather the log-probs of canaries as all servers and the actor computed them; a text's first token has none.
 
-    reads: each with the actor's log-probs without replay, None where that pass was not made.  These count if all
+    server_scores: each with the actor's log-probs without replay, None where that pass was not made.  These count if all
     have them.
     """
-    scores = [score for read, _ in reads for score in read.scores]
-    halved = [score for read, _ in reads for score in read.halved]
+    scores = [score for server, _ in server_scores for score in server.scores]
+    halved = [score for server, _ in server_scores for score in server.halved]
     live = [
         log_probs[1:]
-        for _, live_log_probs in reads
+        for _, live_log_probs in server_scores
         if live_log_probs is not None
         for log_probs in live_log_probs
     ]
     return CanaryLogProbs(
         server=np.concatenate([score.whole.log_probs[1:] for score in scores]),
-        actor=np.concatenate([log_probs[1:] for read, _ in reads for log_probs in read.actor]),
+        actor=np.concatenate(
+            [log_probs[1:] for server, _ in server_scores for log_probs in server.actor]
+        ),
         live=np.concatenate(live) if len(live) == len(scores) else None,
         early=np.concatenate([score.early.log_probs[1:] for score in halved]),
         warm=np.concatenate([score.warm.log_probs[1:] for score in halved]),

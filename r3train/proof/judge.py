@@ -104,7 +104,7 @@ _GROSS_ROWS, _GROSS, _GROSS_OF_OTHERS, _GROSS_THRESHOLDS = 32, 0.25, 0.5, 10
 _GROSS_OVER_USUAL = 8
 
 
-def native(passes: Collection[str]) -> str:
+def controls_pass(passes: Collection[str]) -> str:
     """The pass in whose forwards the trainer's own choice is compared: no weight has changed yet.
 
     passes: of a step.  The train pass takes the place of an old-log-prob pass that was skipped.
@@ -119,7 +119,7 @@ def agreement_counts(
     if stream not in expectation.streams:
         return {}
     calls = expectation.streams[stream].calls
-    replay_pass = native(calls)
+    replay_pass = controls_pass(calls)
     layers = sorted(calls[replay_pass][FORWARD])
     return {layer: totals.counters((replay_pass, stream, FORWARD, layer)) for layer in layers}
 
@@ -261,7 +261,7 @@ def misaligned(
     for stream, expected in expectation.streams.items():
         for layer, values in agreement_counts(totals, expectation, stream).items():
             if beaten := beaten_by(values, indexer=stream == INDEXER):
-                yield (native(expected.calls), stream, FORWARD, layer), beaten
+                yield (controls_pass(expected.calls), stream, FORWARD, layer), beaten
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -356,7 +356,7 @@ class Custody:
 class Served:
     """The canaries of one weight version on all servers (see ``served_verdict``).
 
-    verdict: passed, suspect or failed; servers: readings of all canaries, several of a server that was restarted;
+    verdict: passed, suspect or failed; servers: records of all canaries, several of a server that was restarted;
     inconclusive: comparisons by which no server could be seen to move, because the actor hardly did; decided_by: the first
     test that failed; suspects: lines of the statistics that may fail if they stay as they are.
     """
@@ -597,7 +597,7 @@ def _further_agreement(
 
 
 def agreement_shares(layers: Sequence[Mapping[str, int]], shape: RouteShape) -> dict[str, float]:
-    """Shares of rows in the ``native`` place, against chance and the misaligned controls.
+    """Shares of rows in the place of ``controls_pass``, against chance and the misaligned controls.
 
     layers: the counters there of each layer.
     ``current_...`` and ``stale_...`` are shares of the rows of the actor's own version and of the

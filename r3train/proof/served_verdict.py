@@ -40,7 +40,7 @@ TESTS = ("EARLY", "WARM", "MOVED", "BOUND", "DECODED", "ROUTER")
 Nats = Annotated[float, Meta(ge=0)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 
-# The largest move of a log-prob that is none, in times of the largest difference of two readings at the start.
+# The largest move of a log-prob that is none, in times of the largest difference of two scores of a text at the start.
 _LARGEST = 4.0
 # A family's floor is of the largest difference; the mean of rounding was a fifteenth of its largest.
 _MEAN_OF_FLOOR = 1 / 16
@@ -48,13 +48,13 @@ _MEAN_OF_FLOOR = 1 / 16
 MOST_MEAN, MOST_MEAN_OF_FP8 = 0.1, 0.3
 # The actor must have moved on so many tokens before a server that has not is a failure.
 _ACTOR_MOVED = 0.5
-# So many times the difference of two readings at the start are none.
+# So many times the difference of two scores of a text at the start are none.
 _STILL = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The difference of two readings of the same texts.
+    """The difference of two scores of the same texts.
 
     log_prob_off: the largest, in nats, and mean_off their mean; after a text's first row with other experts nothing is
     compared, because these change all that follows.  rows_differ: of ``rows``, which count each layer's on its own.
@@ -76,11 +76,9 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class CanaryNoise:
-    """The differences of sound readings, measured on 8 texts at the start of the run."""
+    """The differences of sound scores, measured on 8 texts at the start of the run."""
 
-    repeat: (
-        Difference  # the largest between two readings of a server: alone, four and eight at once
-    )
+    repeat: Difference  # the largest between two scores by a server: alone, four and eight at once
     servers: Difference  # the largest between servers
     gap_mean: Nats  # server against actor
     decoded_mean: Nats  # the same on tokens that the server drew
@@ -116,7 +114,7 @@ class CanaryNoise:
 
 @dataclass(frozen=True, slots=True)
 class Earlier:
-    """A server's reading against the one that it gave under an earlier version."""
+    """A server's scores against those that it gave under an earlier version."""
 
     version: Amount
     difference: Difference
@@ -143,7 +141,7 @@ class ServedRecord:
     num_tokens: Amount  # log-probs of given tokens compared with the actor's
     num_decoded: Amount  # and of drawn ones
     early_cached: Amount  # most tokens of a text that were cached before it was asked for
-    # texts whose second reading used less of the cache than at the start: other requests evicted it, and it shows nothing
+    # texts whose second scores used less of the cache than at the start: other requests evicted it, and it shows nothing
     warm_evicted: Amount
     warm_cached_rows: Amount  # rows of the cached half that are not those that were cached
     warm: Difference
@@ -160,7 +158,7 @@ class ServedRecord:
 
 
 def difference(pairs: Iterable[tuple[Scores, Scores]], moe_layers: Sequence[int]) -> Difference:
-    """Compare readings of the same texts from the same token on; moe_layers: 1-based numbers.
+    """Compare scores of the same texts from the same token on; moe_layers: 1-based numbers.
 
     Drawn tokens are not compared: a batch of another size decodes them with other kernels.
     """
@@ -171,8 +169,8 @@ def difference(pairs: Iterable[tuple[Scores, Scores]], moe_layers: Sequence[int]
         first = len(one.rows) + 1 - len(one.log_probs)
         end = int(rows.any(axis=1).argmax()) if rows.any() else len(rows)
         count_compared = max(end + 1 - first, 0)
-        ours, others = (scores.log_probs[:count_compared] for scores in (one, other))
-        off.append(np.abs(ours.astype(np.float64) - others))
+        these, those = (scores.log_probs[:count_compared] for scores in (one, other))
+        off.append(np.abs(these.astype(np.float64) - those))
     apart = np.concatenate(off)
     return Difference(
         float(apart.max(initial=0.0)), float(apart.mean()) if len(apart) else 0.0, differ, count
@@ -188,7 +186,7 @@ def _other_experts(one: Scores, other: Scores, moe_layers: Sequence[int]) -> np.
 
 
 @dataclass(frozen=True, slots=True)
-class ServerRead:
+class ServerScores:
     """Scores of all canaries by one server under one version, and by the actor with that server's experts.
 
     scores: of each text; actor: float32[T] of each text with the tokens that the server drew, entry 0 is 0.
@@ -201,7 +199,7 @@ class ServerRead:
 
     @property
     def halved(self) -> list[CanaryScores]:
-        """The scores of texts that were also read from the middle on."""
+        """The scores of texts that were also scored from the middle on."""
         return [scores for scores in self.scores if scores.early is not None]
 
     def gaps(self) -> tuple[np.ndarray, np.ndarray]:
@@ -220,7 +218,7 @@ class ServerRead:
 class CanaryStart:
     """Canaries as a start measured them: texts (int32[T] each), what it measured of them, and the model's sizes.
 
-    cached: cached tokens of each second reading.  moe_layers: those whose routes are compared.
+    cached: cached tokens of each text's second scores.  moe_layers: those whose routes are compared.
     """
 
     texts: Sequence[np.ndarray]
@@ -232,27 +230,27 @@ class CanaryStart:
 
 
 def compare_servers(
-    now: ServerRead,
-    earlier: Sequence[ServerRead],
+    now: ServerScores,
+    earlier: Sequence[ServerScores],
     start: CanaryStart,
     router: tuple[int, int],
     suspicions: Suspicions,
 ) -> ServedRecord:
     """Compare what a server says with all that is known of the texts.
 
-    earlier: its readings under earlier versions.  router: rows of the actor, and those whose own choice was another.
+    earlier: its scores under earlier versions.  router: rows of the actor, and those whose own choice was another.
     suspicions: of the updates before, of this start.
     """
     texts, noise, moe_layers = start.texts, start.noise, start.moe_layers
     gaps, drawn_gaps = now.gaps()
-    finite, drawn = (of[np.isfinite(of)] for of in (gaps, drawn_gaps))
+    finite, drawn = (values[np.isfinite(values)] for values in (gaps, drawn_gaps))
     warm = difference(((r.early, r.warm) for r in now.halved), moe_layers)
 
-    def against(other: ServerRead) -> Difference:
+    def against(other: ServerScores) -> Difference:
         pairs = zip(now.scores, other.scores, strict=True)
         return difference(((a.whole, b.whole) for a, b in pairs), moe_layers)
 
-    def moves(other: ServerRead) -> np.ndarray:
+    def moves(other: ServerScores) -> np.ndarray:
         pairs = zip(texts, now.actor, other.actor, strict=True)
         return np.concatenate(
             [np.abs(a[1 : len(t)].astype(np.float64) - b[1 : len(t)]) for t, a, b in pairs]
@@ -377,7 +375,7 @@ def served_failures(record: ServedRecord) -> list[tuple[str, str]]:
 
 
 def _stands_still(earlier: Earlier, noise: CanaryNoise) -> bool:
-    """True if a server's reading differs from an earlier version's by no more than readings of one version do."""
+    """True if a server's scores differ from an earlier version's by no more than scores of one version do."""
     apart, usual = earlier.difference, noise.repeat
     return (
         apart.mean_off <= _STILL * usual.mean_off

@@ -40,9 +40,7 @@ def test_a_run_whose_canaries_passed_has_the_claim_and_its_numbers(tmp_path):
     of = audit.numbers["served"]
     assert (of["updates"], of["readings"], of["inconclusive"]) == (3, 6, 0)
     out = CliRunner().invoke(main, ["check-evidence", str(run_dir)]).output
-    assert (
-        "3 updates, 6 readings of all canaries, which use 100% of the (layer, expert) pairs" in out
-    )
+    assert "3 updates, 6 scores of all canaries, which use 100% of the (layer, expert) pairs" in out
     assert "78% of the vocabulary" in out and "bit by bit" in out
 
 

@@ -1,4 +1,4 @@
-"""Canaries without servers: the order of readings and passes, the noise, the verdict, the checkpoint."""
+"""Canaries without servers: the order of scores and passes, the noise, the verdict, the checkpoint."""
 
 from __future__ import annotations
 

@@ -32,13 +32,13 @@ def found(records: Iterable[ServedRecord]) -> list[str]:
 
 def whole(seed: int = 7, first=0, **changes) -> list:
     """Readings in which one text's whole answer is another."""
-    readings = served.readings(seed)
-    readings[first] = replace(readings[first], whole=replace(readings[first].whole, **changes))
-    return readings
+    scores = served.canary_scores(seed)
+    scores[first] = replace(scores[first], whole=replace(scores[first].whole, **changes))
+    return scores
 
 
 def actor(off) -> list[np.ndarray]:
-    return [r.whole.log_probs + np.float32(off) for r in served.readings(7)]
+    return [r.whole.log_probs + np.float32(off) for r in served.canary_scores(7)]
 
 
 def given(off):
@@ -64,7 +64,7 @@ def limited(limit: float, off) -> list[ServedRecord]:
 
 
 def nan_in(position: int) -> np.ndarray:
-    log_probs = served.readings(7)[0].whole.log_probs.copy()
+    log_probs = served.canary_scores(7)[0].whole.log_probs.copy()
     log_probs[position] = np.nan
     return log_probs
 
@@ -82,19 +82,19 @@ def swapped_rows(rows: np.ndarray) -> np.ndarray:
 
 def moved(server: int, off=1e-3, earlier=None, **noise) -> ServedRecord:
     """A server that says what it said under version 6, while the actor moved."""
-    still = served.read(6, server=server, of=earlier or served.readings(7), actor=actor(off))
+    still = served.read(6, server=server, of=earlier or served.canary_scores(7), actor=actor(off))
     wide = replace(served.EXACT, **{"gap_mean": 0.05, "gap_max": 0.5, **noise})
     return served.record(served.read(server=server), earlier=[still], noise=wide)
 
 
-EARLY = served.readings(7)[0].early
+EARLY = served.canary_scores(7)[0].early
 SERVED = {
     ("EARLY", "second server"): lambda: [
         served.record(),
         served.record(served.read(server=1, of=served.changed("early", cached_tokens=1))),
     ],
     ("EARLY", "same count"): lambda: [
-        # the readings have as many cached tokens as they should in all
+        # the scores have as many cached tokens as they should in all
         served.record(served.read(of=served.changed("early", cached_tokens=served.HALF)))
     ],
     ("WARM", "not a number"): lambda: [
@@ -128,17 +128,17 @@ SERVED = {
         served.record(router=(4096, 480), noise=replace(served.EXACT, rows_left=72))
     ],
 }
-# a member that is missing is no reading, and is refused before it is judged
+# a member that is missing has no scores, and is refused before it is judged
 REFUSED = {
-    ("EARLY", "missing member"): lambda: served.record(served.read(of=served.readings(7)[:3])),
+    ("EARLY", "missing member"): lambda: served.record(served.read(of=served.canary_scores(7)[:3])),
     ("WARM", "missing member"): lambda: served.record(
-        served.read(of=[replace(r, early=None, warm=None) for r in served.readings(7)[:1]])
+        served.read(of=[replace(r, early=None, warm=None) for r in served.canary_scores(7)[:1]])
     ),
-    ("MOVED", "missing member"): lambda: moved(0, earlier=served.readings(7)[1:]),
+    ("MOVED", "missing member"): lambda: moved(0, earlier=served.canary_scores(7)[1:]),
     ("BOUND", "missing member"): lambda: served.record(served.read(actor=actor(0)[:3])),
     ("DECODED", "missing member"): lambda: served.record(
         served.read(
-            of=whole(log_probs=served.readings(7)[0].whole.log_probs[: served.TOKENS]),
+            of=whole(log_probs=served.canary_scores(7)[0].whole.log_probs[: served.TOKENS]),
             actor=actor(0),
         )
     ),

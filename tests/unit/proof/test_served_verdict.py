@@ -17,7 +17,7 @@ from r3train.proof.served_verdict import (
     inconclusive,
     judge_served,
     ServedRecord,
-    ServerRead,
+    ServerScores,
     statistics_again,
     TESTS,
 )
@@ -33,7 +33,7 @@ DRAWN = 8
 EXACT = CanaryNoise(NONE, NONE, 4e-6, 4e-6, 3e-5, 0.0, 1e-6, 0.0, 4000, 0)
 
 
-def readings(seed: int = 0, off: float = 0.0) -> list[CanaryScores]:
+def canary_scores(seed: int = 0, off: float = 0.0) -> list[CanaryScores]:
     """Of all texts; off: added to every log-prob."""
     random = np.random.default_rng(seed)
     found = []
@@ -51,9 +51,9 @@ def readings(seed: int = 0, off: float = 0.0) -> list[CanaryScores]:
     return found
 
 
-def read(version: int = 7, server: int = 0, seed: int = 7, of=None, actor=None) -> ServerRead:
-    of = of or readings(seed)
-    return ServerRead(version, server, of, actor or [r.whole.log_probs for r in of])
+def read(version: int = 7, server: int = 0, seed: int = 7, of=None, actor=None) -> ServerScores:
+    of = of or canary_scores(seed)
+    return ServerScores(version, server, of, actor or [r.whole.log_probs for r in of])
 
 
 def record(now=None, earlier=None, noise=EXACT, router=(952, 0), suspicions=None) -> ServedRecord:
@@ -79,7 +79,7 @@ test_of.__test__ = False
 
 def changed(which: str, **fields) -> list[CanaryScores]:
     """Readings of which the first text's is another in ``which``."""
-    first, *rest = readings(7)
+    first, *rest = canary_scores(7)
     return [replace(first, **{which: replace(getattr(first, which), **fields)}), *rest]
 
 
@@ -96,7 +96,7 @@ def test_EARLY_fails_where_the_first_request_finds_something_in_the_cache():
 
 
 def test_WARM_fails_where_a_cached_row_is_another_than_was_cached():
-    rows = readings(7)[0].early.rows.copy()
+    rows = canary_scores(7)[0].early.rows.copy()
     rows[HALF - 1, 1] = [13, 14, 15]
     assert record(read(of=changed("warm", rows=rows))).warm_cached_rows == 1
     assert test_of(record(read(of=changed("warm", rows=rows)))) == "WARM"
@@ -109,7 +109,7 @@ def test_WARM_shows_nothing_where_other_requests_evicted_the_cached_half():
 
 def test_WARM_is_suspect_where_the_cached_half_is_much_farther_off_than_rounding():
     """In bfloat16 one of 245 sound updates had rounded the cached half otherwise, and 192 of them quintupled it in float32."""
-    early = readings(7)[0].early
+    early = canary_scores(7)[0].early
     for off, expected in ((9e-6, ""), (3e-4, "WARM")):
         of = changed("warm", log_probs=early.log_probs + np.float32(off))
         assert test_of(record(read(of=of))) == expected
@@ -122,26 +122,26 @@ def test_WARM_is_suspect_where_the_cached_half_is_much_farther_off_than_rounding
 
 
 def test_MOVED_fails_where_a_server_stands_still_and_the_actor_moved():
-    still = read(6, of=readings(7), actor=[r.whole.log_probs + 1e-3 for r in readings(7)])
+    still = read(6, of=canary_scores(7), actor=[r.whole.log_probs + 1e-3 for r in canary_scores(7)])
     noise = replace(EXACT, gap_mean=0.05, gap_max=0.5)
     assert test_of(record(earlier=[still], noise=noise)) == "MOVED"
     assert test_of(record(earlier=[read(6, seed=6), still], noise=noise)) == "MOVED"
 
 
 def test_MOVED_is_inconclusive_and_counted_where_the_actor_hardly_moved():
-    actor = [r.whole.log_probs.copy() for r in readings(7)]
+    actor = [r.whole.log_probs.copy() for r in canary_scores(7)]
     actor[0][1:] += 1e-3  # a quarter of the tokens
-    found = record(earlier=[read(6, of=readings(7), actor=actor)])
+    found = record(earlier=[read(6, of=canary_scores(7), actor=actor)])
     assert found.earlier[0].actor_moved == 0.25 and inconclusive(found) == 1
     verdict = judge_served([found])
     assert (verdict.verdict, verdict.inconclusive) == ("passed", 1)
 
 
 def test_MOVED_passes_where_one_bit_or_one_expert_moved():
-    actor = [r.whole.log_probs + 1e-3 for r in readings(7)]
-    bit = readings(7)[0].whole.log_probs.copy()
+    actor = [r.whole.log_probs + 1e-3 for r in canary_scores(7)]
+    bit = canary_scores(7)[0].whole.log_probs.copy()
     bit[9] = np.nextafter(bit[9], 0)
-    rows = readings(7)[0].whole.rows.copy()
+    rows = canary_scores(7)[0].whole.rows.copy()
     rows[9, 1] = [13, 14, 15]
     for fields in ({"log_probs": bit}, {"rows": rows}):
         assert test_of(record(earlier=[read(6, of=changed("whole", **fields), actor=actor)])) == ""
@@ -149,22 +149,24 @@ def test_MOVED_passes_where_one_bit_or_one_expert_moved():
 
 def test_MOVED_fails_where_a_server_moves_as_little_as_its_batches_make_it_and_the_actor_by_more():
     noise = replace(EXACT, repeat=Difference(2e-5, 1e-6, 1, 952), gap_mean=1.0, decoded_mean=1.0)
-    was = [r.whole.log_probs + np.float32(1e-6) for r in readings(7)]
-    of = [replace(r, whole=replace(r.whole, log_probs=w)) for r, w in zip(readings(7), was)]
+    was = [r.whole.log_probs + np.float32(1e-6) for r in canary_scores(7)]
+    of = [replace(r, whole=replace(r.whole, log_probs=w)) for r, w in zip(canary_scores(7), was)]
     moves = {1e-3: "MOVED", 5e-5: ""}  # of the actor: four times the largest noise is a move
     for nats, test in moves.items():
-        still = read(6, of=of, actor=[r.whole.log_probs + np.float32(nats) for r in readings(7)])
+        still = read(
+            6, of=of, actor=[r.whole.log_probs + np.float32(nats) for r in canary_scores(7)]
+        )
         assert test_of(record(earlier=[still], noise=noise)) == test
 
 
-def off_by(nats: float) -> ServerRead:
-    return read(actor=[r.whole.log_probs + np.float32(nats) for r in readings(7)])
+def off_by(nats: float) -> ServerScores:
+    return read(actor=[r.whole.log_probs + np.float32(nats) for r in canary_scores(7)])
 
 
 def test_BOUND_is_suspect_where_the_mean_is_far_above_the_usual_and_not_by_one_token():
     assert test_of(record(off_by(6e-5))) == "BOUND"
     assert test_of(record(off_by(9e-6))) == ""
-    one = [r.whole.log_probs.copy() for r in readings(7)]
+    one = [r.whole.log_probs.copy() for r in canary_scores(7)]
     one[0][5] -= 6
     assert test_of(record(read(actor=one))) == ""
 
@@ -198,7 +200,7 @@ def test_a_limit_of_0_never_fails():
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_a_log_prob_that_is_not_finite_is_no_rounding(value):
-    one = [r.whole.log_probs.copy() for r in readings(7)]
+    one = [r.whole.log_probs.copy() for r in canary_scores(7)]
     one[3][-1] = value
     found = record(read(actor=one), suspicions=Suspicions(5.0))
     assert test_of(found) == "BOUND" and found.not_finite == 1
@@ -226,9 +228,9 @@ def test_ROUTER_is_suspect_where_the_actors_routers_leave_more_rows_than_is_usua
 
 
 def test_MOVED_needs_bit_equal_readings_and_an_actor_that_moved_beyond_its_own_noise():
-    actor = [r.whole.log_probs + 1 for r in readings(7)]
+    actor = [r.whole.log_probs + 1 for r in canary_scores(7)]
     noise = replace(EXACT, repeat=Difference(1e-6, 1e-7, 0, 952))
-    same, near = (read(6, of=readings(7, off=off), actor=actor) for off in (0.0, 2e-6))
+    same, near = (read(6, of=canary_scores(7, off=off), actor=actor) for off in (0.0, 2e-6))
     assert test_of(record(earlier=[same], noise=noise)) == "MOVED"
     assert test_of(record(earlier=[near], noise=noise)) == ""
     still = record(earlier=[same], noise=replace(noise, actor_repeat=2.0))
@@ -236,7 +238,7 @@ def test_MOVED_needs_bit_equal_readings_and_an_actor_that_moved_beyond_its_own_n
 
 
 def test_log_probs_behind_a_row_of_other_experts_are_not_compared():
-    one, other = readings(7)[0].whole, readings(8)[0].whole
+    one, other = canary_scores(7)[0].whole, canary_scores(8)[0].whole
     rows = one.rows.copy()
     rows[20, 1] = [13, 14, 15]
     log_probs = one.log_probs.copy()
@@ -248,14 +250,14 @@ def test_log_probs_behind_a_row_of_other_experts_are_not_compared():
 
 
 def test_the_order_of_a_rows_experts_and_dense_layers_are_no_difference():
-    one = readings(7)[0].whole
+    one = canary_scores(7)[0].whole
     rows = one.rows[..., ::-1].copy()
     rows[:, 0] = 0  # layer 1 is dense
     assert difference([(one, replace(one, rows=rows))], LAYERS) == Difference(0.0, 0.0, 0, 238)
 
 
 def test_the_first_test_in_order_decides_and_all_are_named():
-    off = [r.whole.log_probs + 1 for r in readings(7)]
+    off = [r.whole.log_probs + 1 for r in canary_scores(7)]
     bad = record(read(of=changed("early", cached_tokens=3), actor=off), router=(900, 300))
     verdict = judge_served([bad])
     assert [text.split(":")[0] for text in verdict.failures] == [
@@ -289,12 +291,12 @@ def test_the_sums_of_a_record_are_those_that_its_values_add_up_to():
 
 def test_DECODED_is_suspect_where_drawn_tokens_alone_are_far_off():
     """Weights of an update that a prefill has and a decode has not."""
-    sound = [r.whole.log_probs for r in readings(7)]
+    sound = [r.whole.log_probs for r in canary_scores(7)]
     of = [
         replace(
             r, whole=replace(r.whole, log_probs=np.append(r.whole.log_probs[:TOKENS], actor + 1e-3))
         )
-        for r, actor in zip(readings(7), (a[TOKENS:] for a in sound))
+        for r, actor in zip(canary_scores(7), (a[TOKENS:] for a in sound))
     ]
     found = record(read(of=of, actor=sound))
     assert test_of(found) == "DECODED" and found.num_decoded == 4 * DRAWN
@@ -306,18 +308,18 @@ def test_DECODED_is_suspect_where_drawn_tokens_alone_are_far_off():
 
 
 def test_drawn_tokens_are_no_difference_of_two_readings():
-    one = readings(7)[0].whole
+    one = canary_scores(7)[0].whole
     log_probs, rows = one.log_probs.copy(), one.rows.copy()
     log_probs[TOKENS:] += 1
     rows[TOKENS - 1 :] = (rows[TOKENS - 1 :] + 1) % EXPERTS
     other = Scores(log_probs, rows, 0, one.sampled + 1)
     assert difference([(one, other)], LAYERS).is_none
-    # a reading of before canaries drew any
+    # scores of before canaries drew any
     none = Scores(log_probs[:TOKENS], rows[: TOKENS - 1], 0)
     assert difference([(one, none)], LAYERS).is_none
 
 
 def test_a_drawn_token_without_a_finite_log_prob_is_never_sound():
-    log_probs = readings(7)[0].whole.log_probs.copy()
+    log_probs = canary_scores(7)[0].whole.log_probs.copy()
     log_probs[-1] = np.nan
     assert record(read(of=changed("whole", log_probs=log_probs))).not_finite == 1

@@ -48,7 +48,7 @@ def test_sound_noise_ends_none_of_so_many_runs_of_2000_updates(runs, gap, share)
     random, largest = np.random.default_rng(0), [0.0, 0.0]
     for _ in range(runs):
         noise, suspicions = factors(random, 2000), Suspicions()
-        # a start's median of some readings is within a few tenths of what follows
+        # a start's median of some values is within a few tenths of what follows
         start_gap, start_share = (x * math.exp(random.normal(0, 0.1)) for x in (gap, share))
         for factor, rows in zip(noise, rows_that_differ(random, share * noise)):
             value = gap * factor * (1 + (random.random() < 0.01) * random.exponential(0.5))
