@@ -80,7 +80,7 @@ def serve_adapters() -> None:
 
 def _add_to_queries(attention: Any, q: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """Add the adapter of kv_b_proj where keys are folded into queries [n, heads, nope]; returns ``out``."""
-    for rows, a, b in _of_kv_b(attention):
+    for rows, a, b in _kv_b_adapters(attention):
         low = torch.einsum("nhi,hir->nhr", q[rows], b[:, : attention.qk_nope_head_dim])
         out[rows] += low @ a
     return out
@@ -89,13 +89,13 @@ def _add_to_queries(attention: Any, q: torch.Tensor, out: torch.Tensor) -> torch
 def _add_to_values(attention: Any, latent: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """Add the adapter of kv_b_proj to the values of [n, heads, latent]; returns ``out``."""
     values = out.view(-1, attention.num_local_heads, attention.v_head_dim)
-    for rows, a, b in _of_kv_b(attention):
+    for rows, a, b in _kv_b_adapters(attention):
         b = b[:, attention.qk_nope_head_dim :]
         values[rows] += torch.einsum("nhr,hir->nhi", latent[rows] @ a.T, b)
     return out
 
 
-def _of_kv_b(attention: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+def _kv_b_adapters(attention: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Yield each adapter of the batch: its rows, A [r, latent], scaled B [heads, nope + value, r]."""
     linear = attention.kv_b_proj
     info = linear.lora_backend.batch_info

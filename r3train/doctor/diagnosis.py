@@ -35,14 +35,14 @@ def diagnose(
     num_gpus, gpu_bytes = gpus_here()
     num_ranks = nproc_per_node or ranks_that_fit(world_size, num_gpus)
     node = machine.Node(num_gpus, gpu_bytes, world_size, num_ranks)
-    checks = list(_of_machine(node))
+    checks = list(_machine_checks(node))
     if config is None:
         checks.append(Check("shared memory", check_shared_memory))
         checks.append(
             Check("Transformer Engine", lambda: machine.check_transformer_engine(num_gpus))
         )
     else:
-        checks += [*CHECKS, *_of_run(node, kernels.CARDS.get(gpu) or machine.first_card())]
+        checks += [*CHECKS, *_run_checks(node, kernels.CARDS.get(gpu) or machine.first_card())]
     found = Found(config, world_size, By.DOCTOR, num_ranks)
     for check in (*checks, Check("patches", patches.findings)):
         for finding in found.do(check):
@@ -52,7 +52,7 @@ def diagnose(
         reward.close()
 
 
-def _of_machine(node: machine.Node) -> Iterator[Check]:
+def _machine_checks(node: machine.Node) -> Iterator[Check]:
     """Yield the checks that need no configuration."""
     num_gpus = node.num_gpus
     nodes = -(-node.world_size // node.num_ranks)
@@ -70,15 +70,15 @@ def _of_machine(node: machine.Node) -> Iterator[Check]:
         yield Check(name, lambda: machine.check_port(name, "127.0.0.1", rendezvous))
 
 
-def _of_run(node: machine.Node, card: str | None) -> Iterator[Check]:
+def _run_checks(node: machine.Node, card: str | None) -> Iterator[Check]:
     """Yield the checks of a configuration for which a start has no time, or which are facts."""
     yield Check("configuration", job_facts.facts_of_job)
     yield Check("KV pools", job_facts.check_pools)
-    yield Check("kernels", lambda config: _of_kernels(config, node, card))
+    yield Check("kernels", lambda config: _kernel_findings(config, node, card))
     yield Check("room", lambda config: memory.check_room(config, node))
 
 
-def _of_kernels(config: RunConfig, node: machine.Node, card: str | None) -> Findings:
+def _kernel_findings(config: RunConfig, node: machine.Node, card: str | None) -> Findings:
     with suppress(ValueError):  # preflight has said so
         hf = read_hf_facts(config_directory(config.model.hf_checkpoint)[0])
         yield from kernels.check_attention(config, hf, node.num_gpus)

@@ -48,14 +48,14 @@ def check_cudnn(num_gpus: int, maps: Path = Path("/proc/self/maps")) -> Findings
     except Exception:  # a broken build raises whatever its loader does
         return
     number = torch.backends.cudnn.version()
-    of_torch = None if number is None else (number // 10000, number // 100 % 100, number % 100)
-    found = {"torch": of_torch, "Transformer Engine": tuple(get_cudnn_version())}
+    torch_cudnn = None if number is None else (number // 10000, number // 100 % 100, number % 100)
+    found = {"torch": torch_cudnn, "Transformer Engine": tuple(get_cudnn_version())}
     named = ", ".join(f"{_dotted(version)} in {who}" for who, version in found.items())
     folders = sorted(_folders_of_cudnn(maps.read_text(encoding="utf-8").splitlines()))
     where = ", ".join(folders) or "no file that /proc/self/maps names"
     if len(set(found.values())) > 1 or len(folders) > 1:
         yield problem("cuDNN", f"{named}; loaded from {where}: a mixture", _ONE_CUDNN)
-    elif of_torch < _LEAST_CUDNN:
+    elif torch_cudnn < _LEAST_CUDNN:
         text = f"{named}, from {where}: fused attention of packed sequences needs {_dotted(_LEAST_CUDNN)}"
         yield problem("cuDNN", text, "pip install -c requirements/gpu.txt nvidia-cudnn-cu13")
     else:

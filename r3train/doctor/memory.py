@@ -61,9 +61,9 @@ def check_room(config: RunConfig, node: Node) -> Findings:
 
 def check_evidence(config: RunConfig, model: Model, world_size: int, free: float) -> Findings:
     """The R3 evidence of the whole run against the ``free`` bytes of its directory."""
-    summed, of_calls = evidence_bytes(config, model.hf, world_size)
+    summed, by_call = evidence_bytes(config, model.hf, world_size)
     text = evidence_text(config, model.hf, world_size)
-    if (summed if config.sums_evidence else of_calls) > free:
+    if (summed if config.sums_evidence else by_call) > free:
         remedy = "free room there" if config.sums_evidence else "--r3-evidence summed"
         yield warning("evidence", f"{text}; {amount(free)} are free", remedy)
     else:

@@ -54,7 +54,7 @@ class PatchList:
         yield ok("patches", f"{num_applied} apply")
 
 
-def of_ranks() -> None:
+def patch_rank() -> None:
     """Make every change of a rank on this device, of one router where a router is changed.
 
     Those of Transformer Engine's Adam are made on an optimizer, at the start of a job.
@@ -105,11 +105,11 @@ def of_ranks() -> None:
             adapt(SimpleNamespace(layer_specs=[]), None, 0, False)
 
 
-def of_servers() -> None:
+def patch_server() -> None:
     """Make every change of an SGLang server on this device."""
     import torch
 
-    # as in ``of_ranks``, in the order of a server
+    # as in ``patch_rank``, in the order of a server
     from r3train.cpu import platform
 
     launch_server.hide_in_logs("the key")
@@ -131,7 +131,7 @@ def of_servers() -> None:
     sglang_lora.serve_adapters()
 
 
-_MAKERS: dict[str, Callable[[], None]] = {"ranks": of_ranks, "servers": of_servers}
+_MAKERS: dict[str, Callable[[], None]] = {"ranks": patch_rank, "servers": patch_server}
 
 
 def main() -> None:

@@ -157,11 +157,11 @@ def read_answer(
         rows = np.zeros((0, *routes.row), dtype=routes.dtype)
         chosen = np.zeros((0, routes.num_layers, 0), "<u8") if index_topk is not None else None
     if routes is not None and output_len:
-        of_sample = {"num_tokens": input_len + output_len, "start": start, "sample": name}
-        rows = decode(payload(meta, "routed_experts", name), routes, **of_sample)
+        extent = {"num_tokens": input_len + output_len, "start": start, "sample": name}
+        rows = decode(payload(meta, "routed_experts", name), routes, **extent)
         if index_topk is not None:
-            of_sample |= {"num_layers": routes.num_layers, "topk": index_topk}
-            chosen = indexer_topk.decode(payload(meta, "indexer_topk", name), **of_sample)
+            extent |= {"num_layers": routes.num_layers, "topk": index_topk}
+            chosen = indexer_topk.decode(payload(meta, "indexer_topk", name), **extent)
     return Segment(
         output_ids,
         log_probs,

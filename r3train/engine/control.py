@@ -450,8 +450,8 @@ class EngineControl:
         return {
             server: {
                 f"rank {rank} {name}": checksum
-                for rank, of_rank in enumerate(answer.ranks)
-                for name, checksum in of_rank.checksums.items()
+                for rank, part in enumerate(answer.ranks)
+                for name, checksum in part.checksums.items()
             }
             for server, answer in found.items()
         }

@@ -111,8 +111,8 @@ def read_scores(
     log_probs = log_probs_of(entries, scored, name), log_probs_of(drawn, sampled, name)
     rows = np.zeros((num_tokens - 1, 0, 0), dtype=np.uint8)
     if text.rows_from is not None:
-        of_sample = {"num_tokens": num_tokens, "start": text.rows_from, "sample": name}
-        rows = decode_routed_experts(payload(meta, "routed_experts", name), routes, **of_sample)
+        extent = {"num_tokens": num_tokens, "start": text.rows_from, "sample": name}
+        rows = decode_routed_experts(payload(meta, "routed_experts", name), routes, **extent)
     return Scores(
         np.concatenate(log_probs),
         rows,

@@ -265,10 +265,10 @@ def record_samples(
     for sample in samples:
         assert sample.routed_experts is not None
         # a sample that nobody trains is counted too, so that the check finds it missing
-        of_rank = parts[data_rank_of.get(sample.sample_id, 0)]
-        of_rank += [(sample.sample_id, rows, position) for position, rows in decoded_rows(sample)]
-    for data_rank, of_rank in enumerate(parts):
-        recorded.add(data_rank, of_rank)
+        rank_rows = parts[data_rank_of.get(sample.sample_id, 0)]
+        rank_rows += [(sample.sample_id, rows, position) for position, rows in decoded_rows(sample)]
+    for data_rank, rank_rows in enumerate(parts):
+        recorded.add(data_rank, rank_rows)
     return recorded
 
 

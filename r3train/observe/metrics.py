@@ -257,11 +257,11 @@ def steps_s(records: Iterable[Mapping[str, Any]], since: float = 0.0) -> float:
 
 def summarise_evaluations(run_dir: str | Path) -> dict[str, str]:
     """The first and the last mean reward of each evaluation set, as words for a run's last lines."""
-    of_sets: dict[str, list[dict[str, Any]]] = {}
+    lines_by_set: dict[str, list[dict[str, Any]]] = {}
     for line in read_evaluations(run_dir):
-        of_sets.setdefault(line["name"], []).append(line)
+        lines_by_set.setdefault(line["name"], []).append(line)
     words = {}
-    for name, lines in of_sets.items():
+    for name, lines in lines_by_set.items():
         shown = lines if len(lines) == 1 else (lines[0], lines[-1])
         texts = (f"{eval_words(line, name)} (version {line['step']})" for line in shown)
         words[f"evaluation of {name}"] = " -> ".join(texts)

@@ -49,13 +49,13 @@ def signature_of(
     names = tuple(parameters)
     if "completions" in names and ("prompt_ids" not in names or group):
         return Signature(lambda samples: _named(parameters, _trl(samples, data)), not group)
-    for sign, of_trainer in (
+    for sign, arguments in (
         ("prompt_ids", _areal),
         ("completion", _verifiers),
         ("solution_str", _verl),
     ):
         if sign in names and not group:
-            return Signature(lambda samples: _named(parameters, of_trainer(samples[0], data)))
+            return Signature(lambda samples: _named(parameters, arguments(samples[0], data)))
     write, problem = "(samples)" if group else "(prompt, response_text, response_ids)", ""
     if inspect.isclass(function):
         problem = "is a class: make an object of it in its module and name that"

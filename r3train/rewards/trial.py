@@ -92,19 +92,19 @@ async def _scored(
 def _warnings(rows: Sequence[Prompt], tried: Sequence[dict[str, float]]) -> list[str]:
     """Warnings of labels that score no more than an empty answer, or than those of other rows."""
     for name, less in ((_EMPTY, "an empty answer"), (_OTHER, _OTHER)):
-        of_label = [(row, each) for row, each in zip(rows, tried) if {_LABEL, name} <= each.keys()]
+        labelled = [(row, each) for row, each in zip(rows, tried) if {_LABEL, name} <= each.keys()]
         bad = [
             (prompt, each)
-            for prompt, each in of_label
+            for prompt, each in labelled
             if max(each[_LABEL], each.get(_FORMS, each[_LABEL])) <= each[name]
         ]
         # labels may have words in common, so that one row's is half right for another
-        if bad and (name is _EMPTY or 1 < len(bad) == len(of_label)):
+        if bad and (name is _EMPTY or 1 < len(bad) == len(labelled)):
             prompt, rewards = bad[0]
             names = ", ".join(prompt.prompt_id for prompt, _ in bad[:_NAMED_ROWS])
             more = " and more" if len(bad) > _NAMED_ROWS else ""
             return [
-                f"{len(bad)} of {len(of_label)} rows tried: the label scores no more than {less} ({names}{more};"
+                f"{len(bad)} of {len(labelled)} rows tried: the label scores no more than {less} ({names}{more};"
                 f" of the first, {repr(prompt.label)[:100]}, {rewards[_LABEL]:g} and {rewards[name]:g})"
             ]
     return []

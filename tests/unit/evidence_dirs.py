@@ -196,13 +196,13 @@ def write_run(
     (run_dir / "config.toml").write_text(CONFIG)
     writers = [EvidenceWriter(run_dir, rank, attempt) for rank in range(ranks)]
     suspicions = Suspicions(limit, calibrating)
-    of_servers = Suspicions(limit)
+    server_suspicions = Suspicions(limit)
     with MetricsWriter(run_dir, tensorboard=False) as metrics:
         for step in steps:
             canaries = None
             if served is not None:
                 read = [
-                    replace(r, statistics=statistics_again(r, of_servers), limit=limit)
+                    replace(r, statistics=statistics_again(r, server_suspicions), limit=limit)
                     for r in served(step)
                 ]
                 canaries = judge_served(read)
@@ -213,11 +213,11 @@ def write_run(
             if step != steps[0] and not is_checked(step, check_interval):
                 metrics.write(step, {"rollout/reward_mean": 0.1, "r3/unchecked": True})
                 continue
-            totals, of_ranks = StepTotals(SHAPE), {}
+            totals, rank_records = StepTotals(SHAPE), {}
             for rank, writer in enumerate(writers):
                 records = [] if rank in silent else records_of(step, rank, microbatches)
                 records = [change(r) if change else r for r in records]
-                of_ranks[rank] = records
+                rank_records[rank] = records
                 for call in records:
                     totals.add(call)
             speaking = set(range(ranks)) - set(silent)
@@ -226,7 +226,7 @@ def write_run(
                 totals, expectation, SHAPE, mismatch_threshold=0.02, suspicions=suspicions
             )
             for rank, writer in enumerate(writers):
-                writer.write(of_ranks[rank], as_sums=summed and verdict.passed)
+                writer.write(rank_records[rank], as_sums=summed and verdict.passed)
             if rechecked is not None:
                 writers[0].write_recheck(rechecked(step))
                 again = judge_recheck(rechecked(step), 0, suspicions)

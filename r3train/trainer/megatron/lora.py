@@ -463,7 +463,7 @@ def _whole_factors(
             shards = [gather(value_of(parameter)[rows], group) for parameter, rows in parts]
             whole = None
             if shards[0] is not None:
-                whole = [torch.cat(of_ranks, dim or 0) for of_ranks in shards]
+                whole = [torch.cat(rank_shards, dim or 0) for rank_shards in shards]
                 whole = put_together(whole, groups).contiguous()
             if not adapter.is_expert:
                 if is_leader():

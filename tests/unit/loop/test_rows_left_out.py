@@ -112,8 +112,8 @@ def proved(run_dir, samples: list):
     trained = [TrainSample(s, 0.0, np.zeros(s.num_tokens, np.float32)) for s in samples]
     place = RankTopology(moe_layer_numbers=(LAYERS,))
     ready = Preparation(CONFIG, HF, ROUTES, [place], PASSES).prepare(0, trained)
-    of_ranks = data_rank_of_samples(ready.steps)
-    expected = ready.expectation(record_samples(samples, of_ranks, 1, LAYERS))
+    data_ranks = data_rank_of_samples(ready.steps)
+    expected = ready.expectation(record_samples(samples, data_ranks, 1, LAYERS))
     calls = [
         call_of(expected, replay_pass, layer, sum(ready.counts))
         for replay_pass in PASSES
