@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from openai import AsyncOpenAI
 from tests.unit.agents.scripted import opened, TOOL
-from tests.unit.fake_engine_server import client_of, Fake, SAMPLING
+from tests.fakes.server import client_of, Fake, SAMPLING
 from tests.unit.generation.session_play import Play, PROMPT
 
 from r3train.generation import stitch

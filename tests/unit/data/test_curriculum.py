@@ -8,7 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 from tests.unit.generation.test_producer_staleness import producer_of, train
-from tests.unit.simulated_engine import SimulatedEngine, prompt_for
+from tests.fakes.server import SimulatedEngine, prompt_for
 
 from r3train.data.curriculum import DifficultyOrder, pass_rate, PASS_RATES_FILE, SOLVED
 from r3train.generation.scheduler import GroupScorer

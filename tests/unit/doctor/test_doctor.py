@@ -25,7 +25,7 @@ from r3train.launch.job.limits import check_shared_memory
 from r3train.launch.job.preflight import By, preflight, PreflightError
 from tests.unit.config.test_config import config
 from tests.unit.doctor_setups import ROOT, config_of, diagnose, worries
-from tests.unit.fake_engine_server import Fake
+from tests.fakes.server import Fake
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from aiohttp import web
 from safetensors.torch import load_file
-from tests.unit.fake_engine_server import answer_to, client_of, Fake, SAMPLING
+from tests.fakes.server import answer_to, client_of, Fake, SAMPLING
 
 from r3train.families.read_facts import read_hf_facts
 from r3train.config.lora_settings import LoraSection

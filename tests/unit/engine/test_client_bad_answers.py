@@ -9,7 +9,7 @@ from aiohttp import web
 
 from r3train.engine.backend import AnswerCutShort, AnswerLate, BadAnswer
 from r3train.engine.supervisor import ResubmittingBackend
-from tests.unit.fake_engine_server import Fake, answer_to, client_of, one
+from tests.fakes.server import Fake, answer_to, client_of, one
 
 
 def spoiling(times, spoil):

@@ -11,7 +11,7 @@ from r3train.config.sources import ConfigError
 from r3train.engine.backend import EngineError
 from r3train.engine.control import EngineControl
 from tests.fakes.lies import changed, lies, places
-from tests.unit.fake_engine_server import Fake
+from tests.fakes.server import Fake
 
 INFO = {
     "tp_size": 2,

@@ -16,7 +16,7 @@ import torch
 from aiohttp import web
 from click.testing import CliRunner
 from tests.unit.config.test_config import config
-from tests.unit.fake_engine_server import Fake, client_of, one
+from tests.fakes.server import Fake, client_of, one
 
 from r3train.launch.job.model_checks import check_external_server
 from r3train.commands.serve import serve

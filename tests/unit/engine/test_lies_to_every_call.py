@@ -19,7 +19,7 @@ from r3train.engine import sglang_http
 from r3train.engine.backend import EngineBusy, EngineError, EngineUnreachable, Request
 from r3train.engine.control import EngineControl
 from r3train.types import RouteShape
-from tests.unit.fake_engine_server import answer_to, client_of, Fake, SAMPLING
+from tests.fakes.server import answer_to, client_of, Fake, SAMPLING
 from tests.wire_encoding import encode_routed_experts
 
 TEXT = np.array([5, 6, 7, 9], dtype=np.int32)

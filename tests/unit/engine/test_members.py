@@ -13,7 +13,7 @@ from r3train.engine.backend import BadAnswer, EngineError, EngineUnreachable, Re
 from r3train.engine.client import SGLangClient
 from r3train.engine.members import Members
 from r3train.engine.sglang_http import SGLangHTTP
-from tests.unit.fake_engine_server import PROMPT, SAMPLING, Fake, answer_to, client_of, refuse
+from tests.fakes.server import PROMPT, SAMPLING, Fake, answer_to, client_of, refuse
 
 REQUEST = Request(0, 0, "p", np.array(PROMPT.token_ids), 4, SAMPLING, weight_version=1)
 

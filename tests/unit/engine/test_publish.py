@@ -27,7 +27,7 @@ from r3train.engine.publish_memory import SharedMemoryPublisher
 from r3train.families.read_facts import read_hf_facts
 from r3train.hf_checkpoint import WeightIndex, check_name, kind_of, write_shards
 from r3train.verify.model_zoo import VARIANTS, write_checkpoint
-from tests.unit.fake_engine_server import Fake
+from tests.fakes.server import Fake
 
 
 def tensors(*shapes, dtype=torch.float32):

@@ -27,7 +27,7 @@ from r3train.types import RouteShape
 from tests import whole_samples
 from tests.http_serving import serving
 from tests.wire_encoding import text_of
-from tests.unit.fake_engine_server import (
+from tests.fakes.server import (
     PROMPT,
     SAMPLING,
     Fake,

@@ -9,7 +9,7 @@ from aiohttp import web
 from r3train.engine.backend import EngineError
 from r3train.engine.teacher import ServedTeacher
 from r3train.types import Prompt, RolloutSample
-from tests.unit.fake_engine_server import Fake, hang_up, refuse
+from tests.fakes.server import Fake, hang_up, refuse
 
 WORDS = {0: "<pad>", 1: "a", 2: "b", 3: "c"}
 

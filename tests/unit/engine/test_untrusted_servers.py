@@ -20,7 +20,7 @@ from r3train.engine.backend import (
 )
 from r3train.engine.control import EngineControl
 from r3train.types import RouteShape
-from tests.unit.fake_engine_server import (
+from tests.fakes.server import (
     PROMPT,
     SAMPLING,
     Fake,

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from tests.unit.environments.test_environments import Script, play
 from tests.unit.generation.test_stitch import segment, start, with_kept
-from tests.unit.simulated_engine import SimulatedEngine
+from tests.fakes.server import SimulatedEngine
 
 from r3train.algo.trajectories import without_truncated
 from r3train.engine.backend import SamplingParams

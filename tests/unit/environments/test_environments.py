@@ -15,7 +15,7 @@ from tests import whole_samples
 from tests.all_prompts import all_prompts
 from tests.e2e.test_environments import as_the_template_writes_them
 from tests.e2e.tool_calculator import ToolCalculator, use_template
-from tests.unit.simulated_engine import PROMPT_LEN, SimulatedEngine, rollout_section
+from tests.fakes.server import PROMPT_LEN, SimulatedEngine, rollout_section
 
 from r3train.config.data_settings import DataSection
 from r3train.data.templates import ChatTemplate

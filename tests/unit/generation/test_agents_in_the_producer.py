@@ -10,7 +10,7 @@ import pytest
 from tests.unit.generation.session_play import Play, user
 from tests.unit.generation.test_agent_episode import Access, ChatEndpoint
 from tests.unit.generation.test_agent_episode import ask as ask_for
-from tests.unit.simulated_engine import prompt_for, RETRACTED, rollout_section, SimulatedEngine
+from tests.fakes.server import prompt_for, RETRACTED, rollout_section, SimulatedEngine
 
 from r3train.chat.base import AgentFailed
 from r3train.config.agent_settings import AgentSection

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from tests.unit.generation.test_evaluation import Engine, eval_set
-from tests.unit.simulated_engine import SimulatedEngine
+from tests.fakes.server import SimulatedEngine
 
 from r3train.engine.backend import EngineError
 from r3train.generation import stitch

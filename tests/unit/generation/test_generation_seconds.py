@@ -21,7 +21,7 @@ from r3train.generation.rollout_task import RequestSettings, Episodes
 from r3train.engine.backend import Drafts
 from r3train.generation.shared import Counts
 from r3train.types import TrainSample
-from tests.unit.simulated_engine import SimulatedEngine, prompt_for, rollout_section
+from tests.fakes.server import SimulatedEngine, prompt_for, rollout_section
 from tests.unit.loop.test_rollout_file import scored
 
 

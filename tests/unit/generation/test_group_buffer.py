@@ -8,7 +8,7 @@ import pytest
 from r3train.generation.buffer import GroupBuffer
 from r3train.config.rollout_settings import RolloutSection
 from r3train.types import Prompt, RolloutSample
-from tests.unit.simulated_engine import rollout_section
+from tests.fakes.server import rollout_section
 
 
 def prompt(group: int) -> Prompt:

@@ -8,7 +8,7 @@ from collections import Counter
 from types import MappingProxyType
 
 import pytest
-from tests.unit.simulated_engine import SimulatedEngine, prompt_for, rollout_section
+from tests.fakes.server import SimulatedEngine, prompt_for, rollout_section
 
 from r3train.engine.backend import EngineDied, SamplingParams
 from r3train.generation.producer import Producer

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from tests.unit.simulated_engine import prompt_for, rollout_section, ROUTES, SimulatedEngine
+from tests.fakes.server import prompt_for, rollout_section, ROUTES, SimulatedEngine
 
 from r3train.engine.backend import EngineError, SamplingParams
 from r3train.generation.buffer import Group

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tests.unit.simulated_engine import RETRACTED, SimulatedEngine, prompt_for, rollout_section
+from tests.fakes.server import RETRACTED, SimulatedEngine, prompt_for, rollout_section
 
 from r3train.algo.reward_stats import group_stats
 from r3train.engine.backend import EngineError, SamplingParams

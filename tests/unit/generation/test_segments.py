@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 import numpy as np
 import pytest
-from tests.unit.simulated_engine import SimulatedEngine, prompt_for, rollout_section
+from tests.fakes.server import SimulatedEngine, prompt_for, rollout_section
 
 from r3train.engine.backend import BadAnswer, SamplingParams
 from r3train.generation.producer import Producer

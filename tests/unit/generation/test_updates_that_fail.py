@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
-from tests.unit.simulated_engine import SimulatedEngine, prompt_for, rollout_section
+from tests.fakes.server import SimulatedEngine, prompt_for, rollout_section
 
 from r3train.engine.backend import EngineDied, SamplingParams
 from r3train.generation.producer import Producer

@@ -17,7 +17,7 @@ from r3train.engine.publish import WeightPublisher
 from r3train.launch.job.preflight import check_engines_file
 from r3train.launch.start import door as module
 from r3train.launch.start.door import Door
-from tests.unit.fake_engine_server import Fake
+from tests.fakes.server import Fake
 
 
 class Server(Fake):

@@ -10,7 +10,7 @@ from r3train.cli import main
 from r3train.config.options import parse_train_flags
 from r3train.commands.eval_command import with_defaults
 from r3train.observe.metrics import read_evaluations
-from tests.unit.fake_engine_server import Fake, answer_to
+from tests.fakes.server import Fake, answer_to
 
 
 def held_out(path, count=3):

@@ -20,7 +20,7 @@ from r3train.engine.flags import check_server_flags, known_flags
 from r3train.engine.refusals import ADAPTER_REFUSALS, DECIDED_BY_THE_RUN, REPLAY_REFUSALS
 from r3train.launch.job.model_checks import check_external_server, check_says_choices
 from r3train.trainer.megatron import overrides
-from tests.unit.fake_engine_server import Fake
+from tests.fakes.server import Fake
 from tests.unit.hf_model import facts
 from tests.unit.launch.test_preflight import ROOT, start
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from tests import whole_samples
 from tests.unit.hf_model import facts
-from tests.unit.simulated_engine import ROUTES, SimulatedEngine, prompt_for, rollout_section
+from tests.fakes.server import ROUTES, SimulatedEngine, prompt_for, rollout_section
 
 from r3train.config import RunConfig
 from r3train.cpu.device import prepare_device

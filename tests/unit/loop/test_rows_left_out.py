@@ -17,7 +17,7 @@ import pytest
 import torch.distributed as dist
 from tests import whole_samples
 from tests.unit.hf_model import facts
-from tests.unit.simulated_engine import (
+from tests.fakes.server import (
     PROMPT_LEN,
     prompt_for,
     rollout_section,

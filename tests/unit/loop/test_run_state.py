@@ -39,7 +39,7 @@ from r3train.trainer.megatron.write_results import WriteResults
 from r3train.types import RankTopology
 from tests.unit.config.test_config import config
 from tests.unit.loop.test_rollout_file import groups
-from tests.unit.simulated_engine import SimulatedEngine, prompt_for
+from tests.fakes.server import SimulatedEngine, prompt_for
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from r3train.loop.weight_update import WeightUpdate
 from r3train.observe.console import RunDisplay
 from r3train.types import RankTopology
 from tests.unit.config.test_config import config
-from tests.unit.simulated_engine import SimulatedEngine, prompt_for
+from tests.fakes.server import SimulatedEngine, prompt_for
 
 
 class Side:
