@@ -32,6 +32,7 @@ SPECULATION = {
     "chunked_prefill_size": 127,
 }
 PARALLEL = {"attn_dp_size": 2}
+KEPT = "sampling_mask_max_tokens"
 # field -> (settings that are refused, the same setting at its harmless value)
 ROWS: dict[str, tuple[dict, dict]] = {
     "enable_return_routed_experts": (
@@ -76,47 +77,33 @@ def words(output: str) -> str:
     return " ".join(output.split())
 
 
-def server_flags(settings: dict) -> list[str]:
-    return [
-        word
-        for name, value in settings.items()
-        for word in (f"--sglang-{name.replace('_', '-')}", str(value).lower())
-    ]
-
-
 def test_every_row_of_the_table_is_tried():
     assert ROWS.keys() == REPLAY_REFUSALS.keys()
 
 
 @pytest.mark.parametrize("field", ROWS)
-def test_a_server_of_our_own_whose_routes_would_be_wrong_is_refused_by_its_flags(field, tiny):
+def test_a_server_of_our_own_whose_routes_would_be_wrong_is_refused_by_its_flags(field):
     refused, harmless = ROWS[field]
-    result = start(tiny, "--dry-run", *server_flags(refused))
-    assert result.exit_code == 2, result.output
-    assert f"sglang.{field} = " in result.output
-    assert "cannot go with --use-rollout-routing-replay" in words(result.output)
-    for flags in (
-        [*server_flags(harmless)],
-        [*server_flags(refused), "--no-use-rollout-routing-replay"],
-    ):
-        result = start(tiny, "--dry-run", *flags)
-        assert result.exit_code == 0, result.output
+    with pytest.raises(ConfigError, match=rf"sglang.{field} = .* cannot go with --use-rollout-rou"):
+        check_server_flags(refused, replay=True)
+    check_server_flags(harmless, replay=True)
+    check_server_flags(refused)
 
 
-@pytest.mark.parametrize(
-    "backend",
-    ["triton_kernel", "flashinfer_trtllm", "experimental_sgl_trtllm", "flashinfer_mxfp4"],
-)
-async def test_a_backend_of_experts_that_records_no_routes_is_refused_in_one_line(backend, tiny):
-    """Servers of our own by their flags, others by what they resolved, whatever was asked of them."""
-    flags = ("--dry-run", "--sglang-moe-runner-backend", backend)
+async def test_a_backend_of_experts_that_records_no_routes_is_refused_in_one_line(tiny):
+    """The dry run: servers of our own by their flags, others by what they resolved, whatever was asked of them."""
+    flags = ("--dry-run", "--sglang-moe-runner-backend", "flashinfer_trtllm")
+    info = SERVER_INFO | {"moe_runner_backend": "flashinfer_trtllm"}
     own = await asyncio.to_thread(start, tiny, *flags)
-    other = await ask_external(tiny, SERVER_INFO | {"moe_runner_backend": backend})
+    other = await ask_external(tiny, info)
     for result, subject in ((own, "sglang."), (other, "runs with ")):
         assert result.exit_code == 2, result.output
         text = words(result.output)
-        assert text.count(f"{subject}moe_runner_backend = '{backend}'") == 1
+        assert text.count(f"{subject}moe_runner_backend = 'flashinfer_trtllm'") == 1
         assert text.count("records no routes (they are zeros); triton records them") == 1
+    off = "--no-use-rollout-routing-replay"
+    assert (await asyncio.to_thread(start, tiny, *flags, off)).exit_code == 0
+    assert (await ask_external(tiny, info, off)).exit_code == 0
 
 
 @pytest.mark.parametrize(
@@ -195,8 +182,19 @@ async def ask_external(tiny: Path, info: dict, *flags: str, **model: str):
         return await asyncio.to_thread(start, tiny, "--dry-run", *address, *flags)
 
 
+async def judge_external(config: RunConfig, info: dict, hf=None) -> None:
+    """Check a server that says ``info`` of itself."""
+
+    async def answer(request, _body):
+        of_model = {"weight_version": "0"}
+        return web.json_response(info if request.path == "/server_info" else of_model)
+
+    async with Fake(answer).running() as addr:
+        await asyncio.to_thread(check_external_server, config, hf, addr, None)
+
+
 @pytest.mark.parametrize("field", ROWS)
-async def test_an_external_server_is_judged_by_the_same_table(field, tiny):
+async def test_an_external_server_is_judged_by_the_same_table(field):
     """The answer is a real server's, with the settings of one row altered."""
     names = {"enable_hicache": "enable_hierarchical_cache", "pipeline_parallel_size": "pp_size"}
     refused, harmless = (
@@ -208,33 +206,21 @@ async def test_an_external_server_is_judged_by_the_same_table(field, tiny):
     for info in (refused, harmless):
         info["internal_states"] = [{"effective_max_running_requests_per_dp": 16}]
         info["cuda_graph_config"] = {"prefill": {"backend": "breakable"}}  # as on a GPU
-    result = await ask_external(tiny, refused)
-    assert result.exit_code == 2, result.output
-    assert f"runs with {field} = " in words(result.output)
-    result = await ask_external(tiny, refused, "--no-use-rollout-routing-replay")
-    assert result.exit_code == 0, result.output
-    result = await ask_external(tiny, harmless)
-    assert result.exit_code == 0, result.output
+    replaying = sparse_run()
+    with pytest.raises(ConfigError, match=f"runs with {field} = "):
+        await judge_external(replaying, refused)
+    off = replaying.replay.model_copy(update={"use_rollout_routing_replay": False})
+    await judge_external(replaying.model_copy(update={"replay": off}), refused)
+    await judge_external(replaying, harmless)
 
 
-KEPT_ROWS = {
-    "speculative_algorithm": ("NGRAM", "DFLASH"),
-    "sampling_mask_max_tokens": (19, 20),
-}
-
-
-@pytest.mark.parametrize("field", KEPT_ROWS)
-async def test_a_server_that_cannot_say_which_tokens_it_kept_is_refused(field, tiny):
+async def test_a_server_that_cannot_say_which_tokens_it_kept_is_refused(tiny):
     top_k, off = ["--rollout-top-k", "20"], "--no-use-rollout-routing-replay"
-    refused, harmless = KEPT_ROWS[field]
-    result = await ask_external(tiny, SERVER_INFO | {field: refused}, *top_k, off)
-    assert result.exit_code == 2, result.output
-    assert f"runs with {field} = " in words(result.output)
-    assert "cannot go with --rollout-top-k 20" in words(result.output)
-    result = await ask_external(tiny, SERVER_INFO | {field: harmless}, *top_k, off)
-    assert result.exit_code == 0, result.output
-    result = await ask_external(tiny, SERVER_INFO | {field: refused}, off)
-    assert result.exit_code == 0, result.output
+    for limit, more, code in ((19, top_k, 2), (20, top_k, 0), (19, (), 0)):
+        result = await ask_external(tiny, SERVER_INFO | {KEPT: limit}, *more, off)
+        assert result.exit_code == code, result.output
+        said = f"runs with {KEPT} = 19, which cannot go with --rollout-top-k 20"
+        assert (said in words(result.output)) == (code == 2), result.output
 
 
 @pytest.mark.parametrize(
@@ -295,21 +281,14 @@ def test_a_server_of_our_own_that_could_not_say_what_indexers_chose_is_refused()
 
 async def test_a_server_of_others_that_could_not_say_what_indexers_chose_is_refused():
     info = SERVER_INFO | {"disable_overlap_schedule": True}
-
-    async def answer(request, _body):
-        return web.json_response(
-            info if request.path == "/server_info" else {"weight_version": "0"}
-        )
-
-    async with Fake(answer).running() as addr:
-        given = (sparse_run(), facts(index_topk=64), addr, None)
-        words = "runs with enable_return_indexer_topk = None, which cannot go with"
-        with pytest.raises(ConfigError, match=words):
-            await asyncio.to_thread(check_external_server, *given)
-        for hf in (None, facts(), facts(index_topk=1024)):
-            await asyncio.to_thread(check_external_server, given[0], hf, addr, None)
-        info["enable_return_indexer_topk"] = True
-        await asyncio.to_thread(check_external_server, *given)
+    words = "runs with enable_return_indexer_topk = None, which cannot go with"
+    with pytest.raises(ConfigError, match=words):
+        await judge_external(sparse_run(), info, facts(index_topk=64))
+    for hf in (None, facts(), facts(index_topk=1024)):
+        await judge_external(sparse_run(), info, hf)
+    await judge_external(
+        sparse_run(), info | {"enable_return_indexer_topk": True}, facts(index_topk=64)
+    )
 
 
 def test_the_doctor_gives_the_same_answers(tiny):
