@@ -1,8 +1,9 @@
 """A proxy before a real server that tells lies about some answers, or holds some requests back.
 
 It counts the rollouts' ``/generate`` requests from 0 and remembers what the server said; ``lie(n)`` names what
-becomes of answer n, None for the truth.  ``LIES`` are to be refused, of ``HARMLESS`` the truth can be read.  A
-lie that an answer does not allow (a token after the last of one) is told of the next one that does.
+becomes of answer n, None for the truth.  ``LIES`` are to be refused, of ``HARMLESS`` the truth can be read.  There is
+one of each way that an answer goes; the values that a reader refuses are told by tests/unit/engine/test_lies.py.
+A swap that finds no other answer is told of a later one.
 Probes and control calls have lies of their own: ``lie_to(call)`` names one of ``CALL_LIES``.
 """
 
@@ -26,10 +27,9 @@ from aiohttp import web
 from tests.http_serving import serving
 from tests.wire_encoding import sent_ids, text_of
 
-EOS = 1  # of the demo's model
 FAR_EXPERT = 1_000_000
 Answer = dict[str, Any]
-Lie = Callable[[Answer], Any]  # changes the answer; False where it cannot
+Lie = Callable[[Answer], None]  # changes the answer
 
 LIES: dict[str, Lie] = {}
 # lies that are told below JSON: of the bytes, the status or the headers
@@ -56,202 +56,47 @@ def _put_routes(answer: Answer, ids: np.ndarray) -> None:
     answer["meta_info"]["routed_experts"] = text_of(ids)
 
 
-def _cut(answer: Answer, count: int, reason: Answer) -> None:
-    """Leave ``count`` tokens, and say in every field that there were no more."""
-    meta, lost = answer["meta_info"], len(answer["output_ids"]) - count
-    ids = _routes(answer)
-    row = len(ids) // (meta["prompt_tokens"] + len(answer["output_ids"]) - 1)
-    _put_routes(answer, ids[: len(ids) - lost * row])
-    answer["output_ids"] = answer["output_ids"][:count]
-    meta["output_token_logprobs"] = meta["output_token_logprobs"][:count]
-    meta["completion_tokens"] = count
-    meta["weight_versions"] = [meta["weight_versions"][0] | {"end": count}]
-    meta["finish_reason"] = reason
-
-
-def _put_id(answer: Answer, value: Any) -> Any:
-    """Another id in the place of the first token, everywhere."""
-    answer["output_ids"][0] = value
-    answer["meta_info"]["output_token_logprobs"][0][1] = value
-
-
-def _put_log_prob(answer: Answer, value: Any) -> None:
-    answer["meta_info"]["output_token_logprobs"][0][0] = value
-
-
-for name, value in {
-    "id_past_vocabulary": 64,
-    "id_huge": 2147483647,
-    "id_of_40_bits": 1 << 40,
-    "id_of_80_bits": 1 << 80,
-    "id_below_0": -100,
-    "id_true": True,
-    "id_false": False,
-    "id_fraction": 9.0,
-    "id_text": "9",
-    "id_null": None,
-    "id_list": [9],
-}.items():
-    LIES[name] = lambda answer, value=value: _put_id(answer, value)
-for name, value in {
-    "log_prob_above_0": 0.01,
-    "log_prob_3": 3,
-    "log_prob_1e30": 1e30,
-    "log_prob_minus_1e30": -1e30,
-    "log_prob_minus_1e300": -1e300,
-    "log_prob_true": True,
-    "log_prob_text": "-0.5",
-    "log_prob_null": None,
-    "log_prob_nan": float("nan"),
-    "log_prob_infinite": float("-inf"),
-}.items():
-    LIES[name] = lambda answer, value=value: _put_log_prob(answer, value)
-for key, value in {
-    "id": "another",
-    "prompt_tokens": 1,
-    "completion_tokens": True,
-    "num_retractions": -1,
-    "cached_tokens": 1 << 20,
-    "weight_versions": [],
-    "finish_reason": None,
-    "routed_experts": "AAAA",
-    "output_token_logprobs": None,
-}.items():
-    LIES[f"meta_{key}"] = lambda answer, key=key, value=value: answer["meta_info"].update(
-        {key: value}
-    )
-    LIES[f"meta_no_{key}"] = lambda answer, key=key: answer["meta_info"].pop(key) and None
+@lie
+def log_prob_above_0(answer: Answer) -> None:
+    """A number that is no log-prob."""
+    answer["meta_info"]["output_token_logprobs"][0][0] = 3
 
 
 @lie
-def swapped_ids(answer: Answer) -> Any:
-    """Two tokens in the other order, their log-probs as they were."""
-    ids = answer["output_ids"]
-    if len(ids) < 2 or ids[0] == ids[1]:
-        return False
-    ids[0], ids[1] = ids[1], ids[0]
+def meta_no_weight_versions(answer: Answer) -> None:
+    """A field less."""
+    del answer["meta_info"]["weight_versions"]
 
 
 @lie
-def another_token(answer: Answer) -> Any:
+def another_token(answer: Answer) -> None:
     """A token that the log-probs are not of."""
     answer["output_ids"][0] += 1
 
 
 @lie
-def fewer_log_probs(answer: Answer) -> Any:
+def fewer_log_probs(answer: Answer) -> None:
     """The last log-prob is missing."""
     answer["meta_info"]["output_token_logprobs"].pop()
 
 
 @lie
-def length_too_short(answer: Answer) -> Any:
-    """A token less, as of an answer that came to its length."""
-    count = len(answer["output_ids"]) - 1
-    if count < 1:
-        return False
-    _cut(answer, count, {"type": "length", "length": count})
-
-
-@lie
-def stop_at_no_stop(answer: Answer) -> Any:
-    """A stop at the last token, which is none that stops."""
-    last = answer["output_ids"][-1]
-    if last == EOS:
-        return False
-    answer["meta_info"]["finish_reason"] = {"type": "stop", "matched": last}
-
-
-@lie
-def length_at_stop(answer: Answer) -> Any:
-    """A length in the place of a stop."""
-    if answer["output_ids"][-1] != EOS:
-        return False
-    count = len(answer["output_ids"])
-    answer["meta_info"]["finish_reason"] = {"type": "length", "length": count}
-
-
-@lie
-def tokens_after_stop(answer: Answer) -> Any:
-    """A stop token in the middle."""
-    if len(answer["output_ids"]) < 2:
-        return False
-    _put_id(answer, EOS)
-
-
-@lie
-def abort_with_tokens(answer: Answer) -> Any:
-    """An abort that nobody asked for, of a token or more."""
-    _cut(answer, max(1, len(answer["output_ids"]) - 1), {"type": "abort", "message": "Aborted"})
-
-
-@lie
-def abort_without_tokens(answer: Answer) -> Any:
-    """An abort that nobody asked for, of none."""
-    _cut(answer, 0, {"type": "abort", "message": "Aborted"})
-
-
-@lie
-def abort_in_queue(answer: Answer) -> Any:
+def abort_in_queue(answer: Answer) -> None:
     """As SGLang answers a request that is aborted in its queue."""
     reason = {"type": "abort", "message": "Abort in waiting queue"}
     answer["output_ids"] = []
     answer["meta_info"] = {"id": answer["meta_info"]["id"], "finish_reason": reason}
 
 
-def _version(answer: Answer, by: int) -> Any:
-    span = answer["meta_info"]["weight_versions"][0]
-    if int(span["version"]) + by < 0:
-        return False
-    span["version"] = str(int(span["version"]) + by)
-
-
 @lie
-def version_of_the_future(answer: Answer) -> Any:
+def version_of_the_future(answer: Answer) -> None:
     """Weights that no server has."""
-    return _version(answer, 1)
+    span = answer["meta_info"]["weight_versions"][0]
+    span["version"] = str(int(span["version"]) + 1)
 
 
 @lie
-def version_of_the_past(answer: Answer) -> Any:
-    """Weights of before."""
-    return _version(answer, -1)
-
-
-@lie
-def version_as_a_number(answer: Answer) -> Any:
-    """No text."""
-    answer["meta_info"]["weight_versions"][0]["version"] = 0
-
-
-@lie
-def version_from_truth(answer: Answer) -> Any:
-    """False for 0."""
-    answer["meta_info"]["weight_versions"][0]["start"] = False
-
-
-@lie
-def routes_all_missing(answer: Answer) -> Any:
-    """-1 everywhere."""
-    _put_routes(answer, np.full_like(_routes(answer), -1))
-
-
-@lie
-def routes_slot_missing(answer: Answer) -> Any:
-    """-1 in one slot."""
-    ids = _routes(answer)
-    ids[len(ids) // 2] = -1
-    _put_routes(answer, ids)
-
-
-@lie
-def routes_zero(answer: Answer) -> Any:
-    """0 everywhere, as of a server that records nothing."""
-    _put_routes(answer, np.zeros_like(_routes(answer)))
-
-
-@lie
-def routes_far(answer: Answer) -> Any:
+def routes_far(answer: Answer) -> None:
     """An expert that no layer has."""
     ids = _routes(answer)
     ids[-1] = FAR_EXPERT
@@ -259,7 +104,7 @@ def routes_far(answer: Answer) -> Any:
 
 
 @lie
-def routes_twice(answer: Answer) -> Any:
+def routes_twice(answer: Answer) -> None:
     """An expert twice."""
     ids = _routes(answer)
     ids[1] = ids[0]
@@ -267,16 +112,9 @@ def routes_twice(answer: Answer) -> Any:
 
 
 @lie
-def routes_cut(answer: Answer) -> Any:
+def routes_cut(answer: Answer) -> None:
     """A slot less."""
     _put_routes(answer, _routes(answer)[:-1])
-
-
-@lie
-def routes_longer(answer: Answer) -> Any:
-    """A slot more."""
-    ids = _routes(answer)
-    _put_routes(answer, np.append(ids, ids[-1]))
 
 
 @raw
@@ -286,45 +124,9 @@ def half(body: bytes, _answer: Answer) -> web.Response:
 
 
 @raw
-def garbage_behind(body: bytes, _answer: Answer) -> web.Response:
-    """Something after the JSON."""
-    return web.Response(body=body + b"}")
-
-
-@raw
-def nothing(_body: bytes, _answer: Answer) -> web.Response:
-    """No byte."""
-    return web.Response(body=b"")
-
-
-@raw
-def a_page(_body: bytes, _answer: Answer) -> web.Response:
-    """Another server's page."""
-    return web.Response(text="<html>welcome</html>", content_type="text/html")
-
-
-@raw
-def a_list(body: bytes, _answer: Answer) -> web.Response:
-    """The answer in a list, as of a batch."""
-    return web.Response(body=b"[" + body + b"]")
-
-
-@raw
-def ids_twice(body: bytes, _answer: Answer) -> web.Response:
-    """A key twice, the lie after."""
-    return web.Response(body=body[:-1] + b', "output_ids": [3, 3, 3, 3, 3, 3, 3, 3, 3]}')
-
-
-@raw
 def a_bomb(_body: bytes, _answer: Answer) -> web.Response:
     """64 MB in 64 KB."""
     return web.Response(body=gzip.compress(b" " * (1 << 26)), headers={"Content-Encoding": "gzip"})
-
-
-@raw
-def truth_compressed(body: bytes, _answer: Answer) -> web.Response:
-    """The truth, in a way that nobody asked for."""
-    return web.Response(body=gzip.compress(body), headers={"Content-Encoding": "gzip"})
 
 
 @raw
@@ -526,8 +328,8 @@ class _Liar:
                 answer = before
             elif kind == "swap":
                 answer = await self._swapped(truth)
-            elif kind in LIES and LIES[kind](answer) is False:
-                answer = None
+            elif kind in LIES:
+                LIES[kind](answer)
             if answer is not None:
                 return kind, answer
             self._owed.append(kind)

@@ -25,11 +25,11 @@ from tests.e2e.lying_proxy import EVERY_LIE, HARMLESS, SLOW, Record
 
 pytestmark = pytest.mark.e2e
 
-STEPS, PER_STEP = 8, 32
+STEPS, PER_STEP = 5, 32
 
 
 def flags_of(tiny_flags, *more):
-    """A job of 8 rollouts of 32 samples, which takes bad answers as they come."""
+    """A job of 5 rollouts of 32 samples, which takes bad answers as they come."""
     return [
         *tiny_flags,
         *jobs.R3_FLAGS,
