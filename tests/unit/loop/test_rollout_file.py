@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import resource
 from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from safetensors import safe_open
+from safetensors.numpy import save
 
 from r3train.config import RunConfig
 from r3train.launch.job import resume
@@ -132,6 +135,28 @@ def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
         write_samples(path, scored(), {"old": False})
     assert read_samples(path)[1] == {"old": True}
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_that_does_not_fit_is_an_os_error_with_its_name_and_leaves_the_old_one(tmp_path):
+    path = tmp_path / "s.safetensors"
+    write_samples(path, scored(), {"old": True})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size // 2, hard))
+    try:
+        with pytest.raises(OSError) as error:
+            write_samples(path, scored(), {"old": False})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert (error.value.errno, error.value.filename) == (errno.EFBIG, str(path))
+    assert read_samples(path)[1] == {"old": True}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_is_for_those_whom_the_umask_lets_read_it(tmp_path):
+    path, plain = tmp_path / "s.safetensors", tmp_path / "plain"
+    plain.touch()
+    write_samples(path, scored(), {})
+    assert path.stat().st_mode == plain.stat().st_mode
 
 
 def groups() -> list:
@@ -410,10 +435,10 @@ def test_any_bit_of_the_header_counts_and_an_old_file_is_read(tmp_path):
     tensors, header = rollout_file._encode(scored())
     header |= {"facts": {"n": 1}, "checksum": rollout_file._arrays_checksum(tensors)}
     old = {"format": "r3train-samples-1", "header": json.dumps(header)}
-    path.write_bytes(rollout_file.save(tensors, old))
+    path.write_bytes(save(tensors, old))
     assert read_samples(path)[1] == {"n": 1}
     header["checksum"] += 1
-    path.write_bytes(rollout_file.save(tensors, old | {"header": json.dumps(header)}))
+    path.write_bytes(save(tensors, old | {"header": json.dumps(header)}))
     with pytest.raises(ValueError, match="checksum"):
         read_samples(path)
 
