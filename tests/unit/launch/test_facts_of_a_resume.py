@@ -12,6 +12,7 @@ from tests.unit.loop.test_rollout_file import scored
 
 from r3train.config import RunConfig
 from r3train.config.options import parse_train_flags
+from r3train.data.curriculum import PASS_RATES_FILE
 from r3train.verify.tiny import TinyOptions, build
 from r3train.launch.job.preflight import preflight
 from r3train.launch.job.resume import resume_point, run_facts
@@ -135,6 +136,21 @@ def test_a_resume_with_another_data_order_names_the_setting(key, tiny, tmp_path)
         f"cannot resume with other settings of the prompts or their order: {said}. Start"
         in words(other)
     )
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_a_resume_reads_the_pass_rates_by_which_its_prompts_were_drawn(is_whole, tiny, tmp_path):
+    prompts, by_difficulty = written(tmp_path), ("--prompt-sampling", "difficulty")
+    checkpoint = saved(tmp_path / "saved", run=facts(tiny / "model", prompts, by_difficulty)).parent
+    path = checkpoint / PASS_RATES_FILE
+    resume = ("--dry-run", "--prompt-data", str(prompts), "--load", str(tmp_path / "saved"))
+    if is_whole:
+        path.touch()
+        assert start(tiny, *resume, *by_difficulty).exit_code == 0
+        path.write_text('{"step": 0, "group_id": 0, "draws": 4, "crc32": 1}\n')
+    result = start(tiny, *resume, *by_difficulty)
+    assert result.exit_code == 2
+    assert (f"{path}:1:" if is_whole else str(checkpoint)) in words(result)
 
 
 def with_template(model, directory, text):
