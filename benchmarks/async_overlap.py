@@ -25,7 +25,7 @@ from r3train.engine.client import SGLangClient
 from r3train.engine.control import EngineControl
 from r3train.engine.server import SGLangServer
 from r3train.generation.producer import Producer
-from r3train.generation.rollout_task import RequestSettings
+from r3train.generation.episode_task import RequestSettings
 from r3train.verify.tiny import TinyOptions
 from r3train.types import Prompt, RouteShape
 

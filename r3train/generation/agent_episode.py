@@ -1,4 +1,4 @@
-"""A rollout that an agent makes: a session of calls of the model, from its opening to its reward."""
+"""An episode that an agent makes: a session of calls of the model, from its opening to its reward."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class Agents:
 
 @dataclass(eq=False)
 class AgentEpisode:
-    """One rollout of an agent (an ``Episode``).
+    """One episode of an agent (an ``Episode``).
 
     evaluates: the session is an evaluation's: it is not recorded, and a failure that does not end the run counts
     with --agent-failure-reward.

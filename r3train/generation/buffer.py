@@ -145,7 +145,7 @@ class GroupBuffer:
     # -- completion --------------------------------------------------------------------------
 
     def finish(self, group: Group, place: int, scored: Sequence[Scored]) -> None:
-        """Add a finished rollout to its group, which may be complete then, or dropped."""
+        """Add a finished episode to its group, which may be complete then, or dropped."""
         group.samples[place] = list(scored)
         if not self._complete(group):
             return
@@ -169,7 +169,7 @@ class GroupBuffer:
             )
 
     def _complete(self, group: Group) -> bool:
-        """Set ``complete`` and ``oldest`` if all rollouts of the group are done."""
+        """Set ``complete`` and ``oldest`` if all episodes of the group are done."""
         if len(group.samples) == self._rollout.n_samples_per_prompt:
             group.complete = True
             group.oldest = _oldest(group)

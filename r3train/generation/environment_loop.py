@@ -72,7 +72,7 @@ class EnvironmentLoop:
                 and current_task is not None
                 and current_task.cancelling()
             ):
-                raise error  # the rollout itself is cancelled
+                raise error  # the episode itself is cancelled
             raise ValueError(f"{what} raised {quoted(error)}{place(error)}") from error
         return value
 

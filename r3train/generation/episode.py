@@ -1,4 +1,4 @@
-"""The course of one rollout: one turn, or a conversation with an environment."""
+"""The course of one episode: one turn, or a conversation with an environment."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Generate(Protocol):
 
 
 class Episode(Protocol):
-    """Makes one rollout: its samples and its reward, None if the text is to be scored."""
+    """Makes one episode: its samples and its reward, None if the text is to be scored."""
 
     async def __call__(
         self, generate: Generate, prompt: Prompt, *, sampling: SamplingParams, sample_id: int
@@ -26,7 +26,7 @@ class Episode(Protocol):
 
 
 class EpisodeDropped(Exception):
-    """A rollout that cannot be trained: its group is replaced.  reason: the end of the outcome dropped_REASON."""
+    """An episode that cannot be trained: its group is replaced.  reason: the end of the outcome dropped_REASON."""
 
     def __init__(self, reason: str, why: str) -> None:
         super().__init__(why)
@@ -36,5 +36,5 @@ class EpisodeDropped(Exception):
 async def generate_once(
     generate: Generate, prompt: Prompt, *, sampling: SamplingParams, sample_id: int
 ) -> tuple[list[RolloutSample], float | None]:
-    """Make a rollout of one turn."""
+    """Make an episode of one turn."""
     return [stitch.finished(await generate())], None

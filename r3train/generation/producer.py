@@ -9,13 +9,13 @@ training thread posts calls into the loop and waits for their results.
         |  tick: engines alive?         finished samples -> score -> buffer
         <----- groups of n -----   enough complete groups
     quiesced():    -- posted -->   pause: drain, freeze or abort what is in flight
-        publish weights            (no new rollout, no resumed answer)
+        publish weights            (no new episode, no resumed answer)
         set_version(n + 1)  -->    go on
 
 The parts, which share one event loop and one ``Shared``:
 
-    Scheduler          sends the buffer's rollouts as slots become free; drops what is too stale
-    RolloutTask        one rollout: an episode's calls, each a request or several
+    Scheduler          sends the buffer's episodes as slots become free; drops what is too stale
+    EpisodeTask        one episode: its calls, each a request or several
     Slots              how many requests may be in flight
     UpdateGate         drains, freezes or aborts them for a weight update
     GroupScorer        teacher and rewards of what was generated
@@ -40,7 +40,7 @@ from r3train.generation.buffer import Group, GroupBuffer, Outcome, ProducerState
 from r3train.generation.eval_sets import EvalSet, Row
 from r3train.generation.evaluation_runner import cancelled, EvaluationRunner
 from r3train.generation.recheck import Rechecking
-from r3train.generation.rollout_task import RequestSettings, Episodes, Parts
+from r3train.generation.episode_task import RequestSettings, Episodes, Parts
 from r3train.generation.scheduler import GroupScorer, Scheduler
 from r3train.generation.shared import Shared, Slots
 from r3train.generation.update_gate import UpdateGate
@@ -194,7 +194,7 @@ class Producer:
         return self._call(self._stats())
 
     def close(self) -> None:
-        """Cancel all rollouts, close the backend and end the thread. Idempotent."""
+        """Cancel all episodes, close the backend and end the thread. Idempotent."""
         if not self._thread.is_alive():
             return
         try:

@@ -36,7 +36,7 @@ AWAITED_S = 5.0
 
 
 class Unbroken:
-    """The last part of a rollout that one weight version computed from its first request on."""
+    """The last part of an episode that one weight version computed from its first request on."""
 
     def __init__(self) -> None:
         self.first: Request | None = None

@@ -1,4 +1,4 @@
-"""The order in which rollouts are sent, how each is scored, and its outcome."""
+"""The order in which episodes are sent, how each is scored, and its outcome."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from functools import partial
 from r3train.engine.backend import Teacher
 from r3train.generation.buffer import Group, GroupBuffer, Outcome, ProducerState
 from r3train.generation.episode import EpisodeDropped
-from r3train.generation.rollout_task import Parts, RolloutTask
+from r3train.generation.episode_task import Parts, EpisodeTask
 from r3train.rewards.weighted_sum import scored
 from r3train.types import RolloutSample, Scored
 
@@ -23,7 +23,7 @@ async def _no_reward(sample: RolloutSample) -> float:
 
 @dataclass(frozen=True)
 class GroupScorer:
-    """Scores the samples of finished rollouts.
+    """Scores the samples of finished episodes.
 
     score: gives a sample's reward if its episode gave none.  score_group, in its place: gives the rewards
     of all samples of a group at once.  teacher: adds its log-probs to each sample before the reward.
@@ -41,10 +41,10 @@ class GroupScorer:
         episode_reward: float | None,
         size: int,
     ) -> dict[int, list[Scored]]:
-        """Score a rollout's samples; return the scored samples of each place of its group.
+        """Score an episode's samples; return the scored samples of each place of its group.
 
-        place: the rollout's number in the group; episode_reward: the reward that its episode gave, or None; size:
-        rollouts of a group.  With ``score_group`` the result is empty until the group's last rollout, which
+        place: the episode's number in the group; episode_reward: the reward that its episode gave, or None; size:
+        episodes of a group.  With ``score_group`` the result is empty until the group's last episode, which
         brings all places.
         """
         if self.teacher is not None:
@@ -75,7 +75,7 @@ logger = logging.getLogger(__name__)
 
 
 class Scheduler:
-    """Sends the buffer's rollouts as slots become free, scores them, and drops what is too stale.
+    """Sends the buffer's episodes as slots become free, scores them, and drops what is too stale.
 
     on_outcome: called with the outcome of each prompt.  state: of an earlier run, whose groups go on.
     """
@@ -93,10 +93,10 @@ class Scheduler:
         self.buffer = buffer
         self._scorer = scorer
         self._on_outcome = on_outcome
-        self._unsent: deque[RolloutTask] = deque()
+        self._unsent: deque[EpisodeTask] = deque()
         self._tasks: dict[asyncio.Task[None], Group] = {}
         self._unscored: list[tuple[Group, int, list[Scored]]] = []  # of another reward
-        self.scoring: set[int] = set()  # ids of rollouts that lack only teacher and reward
+        self.scoring: set[int] = set()  # ids of episodes that lack only teacher and reward
         if state is not None:
             for group in buffer.restore(state):
                 self._add(group)
@@ -106,14 +106,14 @@ class Scheduler:
         self._shared.on_change = self.send
 
     def send(self) -> None:
-        """Send all rollouts that may be sent."""
-        while (rollout := self._next_unsent()) is not None:
+        """Send all episodes that may be sent."""
+        while (episode := self._next_unsent()) is not None:
             if self._parts.episodes.most is None:
-                rollout.reserve_slot()
-            name = f"sample {rollout.sample_id} of prompt {rollout.group.prompt.prompt_id}"
-            task = self._shared.loop.create_task(self._run_rollout(rollout), name=name)
-            self._tasks[task] = rollout.group
-            task.add_done_callback(partial(self._forget, rollout))
+                episode.reserve_slot()
+            name = f"sample {episode.sample_id} of prompt {episode.group.prompt.prompt_id}"
+            task = self._shared.loop.create_task(self._run_episode(episode), name=name)
+            self._tasks[task] = episode.group
+            task.add_done_callback(partial(self._forget, episode))
 
     async def score_again(self) -> None:
         """Score the samples that another reward has scored; raises the reward's error."""
@@ -146,12 +146,12 @@ class Scheduler:
 
     @property
     def is_over(self) -> bool:
-        """True when no rollout is left to generate."""
+        """True when no episode is left to generate."""
         return self.buffer.next_rollout == self._parts.rollout.num_rollout
 
     @property
     def tasks(self) -> list[asyncio.Task[None]]:
-        """The tasks of rollouts under way."""
+        """The tasks of episodes under way."""
         return list(self._tasks)
 
     def log_outcomes(self) -> None:
@@ -159,24 +159,24 @@ class Scheduler:
         for outcome in self.buffer.drain_log():
             self._on_outcome(outcome)
 
-    def _next_unsent(self) -> RolloutTask | None:
-        """The next rollout that was never sent; None while it must wait."""
+    def _next_unsent(self) -> EpisodeTask | None:
+        """The next episode that was never sent; None while it must wait."""
         parts = self._parts
-        if not (self._shared.sends_new_rollouts and parts.gate.open and self._has_room):
+        if not (self._shared.sends_new_episodes and parts.gate.open and self._has_room):
             return None
         while self._unsent or self._submit_group():
-            rollout = self._unsent.popleft()
-            if self.buffer.holds(rollout.group):
-                if rollout.group.started_version is None:
-                    rollout.group.started_version = self._shared.version
-                return rollout
+            episode = self._unsent.popleft()
+            if self.buffer.holds(episode.group):
+                if episode.group.started_version is None:
+                    episode.group.started_version = self._shared.version
+                return episode
         return None
 
     @property
     def _has_room(self) -> bool:
-        """True if one more rollout may begin."""
+        """True if one more episode may begin."""
         most = self._parts.episodes.most
-        return self._parts.slots.for_new_rollouts if most is None else len(self._tasks) < most
+        return self._parts.slots.for_new_episodes if most is None else len(self._tasks) < most
 
     def _submit_group(self) -> bool:
         if self.buffer.room(self._shared.version) <= 0:
@@ -187,15 +187,15 @@ class Scheduler:
     def _add(self, group: Group) -> None:
         places = range(self._parts.rollout.n_samples_per_prompt)
         self._unsent += [
-            RolloutTask(self._parts, group, p) for p in places if p not in group.samples
+            EpisodeTask(self._parts, group, p) for p in places if p not in group.samples
         ]
 
-    async def _run_rollout(self, rollout: RolloutTask) -> None:
-        """Make one rollout, score it, and put it into its group; an error becomes the failure."""
+    async def _run_episode(self, episode: EpisodeTask) -> None:
+        """Make one episode, score it, and put it into its group; an error becomes the failure."""
         try:
-            self._finish(rollout.group, await self._scored(rollout))
+            self._finish(episode.group, await self._scored(episode))
         except EpisodeDropped as dropped:
-            self._drop(rollout.group, dropped)
+            self._drop(episode.group, dropped)
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # noqa: BLE001 - raised by whoever waits for the producer
@@ -208,7 +208,7 @@ class Scheduler:
         self.log_outcomes()
 
     def _drop(self, group: Group, dropped: EpisodeDropped) -> None:
-        """Replace a group one of whose rollouts cannot be trained; its others end."""
+        """Replace a group one of whose episodes cannot be trained; its others end."""
         logger.warning("the group of prompt %s is dropped: %s", group.prompt.prompt_id, dropped)
         try:
             if self.buffer.holds(group):
@@ -220,13 +220,13 @@ class Scheduler:
                 task.cancel()
         self.log_outcomes()
 
-    async def _scored(self, rollout: RolloutTask) -> dict[int, list[Scored]]:
-        """Make a rollout and score it; return the scored samples by their place in the group."""
-        parts, shared, group = self._parts, self._shared, rollout.group
-        samples, reward = await rollout.make()
-        checked = rollout.to_recheck(samples)
+    async def _scored(self, episode: EpisodeTask) -> dict[int, list[Scored]]:
+        """Make an episode and score it; return the scored samples by their place in the group."""
+        parts, shared, group = self._parts, self._shared, episode.group
+        samples, reward = await episode.make()
+        checked = episode.to_recheck(samples)
         parts.rechecking.finished(
-            group, rollout.place, checked, rollout.part_of(checked), shared.version
+            group, episode.place, checked, episode.part_of(checked), shared.version
         )
         if not parts.episodes.keep_decoded:
             samples = [
@@ -234,15 +234,15 @@ class Scheduler:
                 for sample in samples
             ]
         shared.counts.finished_samples += len(samples)
-        self.scoring.add(rollout.sample_id)
+        self.scoring.add(episode.sample_id)
         # of a long answer it takes tens of milliseconds; from here on an update cannot be in its way
         with_text = parts.episodes.with_text
         samples = [await shared.aside(with_text, sample) for sample in samples]
         size = parts.rollout.n_samples_per_prompt
-        return await self._scorer(group, rollout.place, samples, reward, size)
+        return await self._scorer(group, episode.place, samples, reward, size)
 
-    def _forget(self, rollout: RolloutTask, task: asyncio.Task[None]) -> None:
-        rollout.release()  # a task that was cancelled before it began still holds its slot
-        self.scoring.discard(rollout.sample_id)
+    def _forget(self, episode: EpisodeTask, task: asyncio.Task[None]) -> None:
+        episode.release()  # a task that was cancelled before it began still holds its slot
+        self.scoring.discard(episode.sample_id)
         del self._tasks[task]
         self._shared.changed()

@@ -28,14 +28,14 @@ class Counts:
 
     generated_tokens: int = 0
     finished_samples: int = 0
-    resumed_rollouts: int = 0  # after an update aborted them
+    resumed_episodes: int = 0  # after an update aborted them
     retracted_answers: int = 0  # by a server, kept or not
     drafts_proposed: int = 0  # by servers that decode speculatively
     drafts_accepted: int = 0
     draft_verifications: int = 0
     recheck_tokens: int = 0  # of texts that servers rechecked
     waiting_s: float = 0.0  # time that the training thread waited for batches
-    in_flight: int = 0  # slots taken, each by one rollout's call
+    in_flight: int = 0  # slots taken, each by one episode's call
     idle_s: float = 0.0  # time with nothing in flight
     longest_hold_s: float = (
         0.0  # of the event loop by one piece of work, between the last two batches
@@ -46,7 +46,7 @@ class Counts:
         self._hold_s = 0.0  # the longest since the last batch
 
     def change_in_flight(self, change: int) -> None:
-        """Note that a rollout takes a slot (1), or gives it back (-1)."""
+        """Note that an episode takes a slot (1), or gives it back (-1)."""
         now = time.monotonic()
         if self.in_flight == 0:
             self.idle_s += now - self._changed
@@ -93,8 +93,8 @@ class Shared:
         self._aside = ThreadPoolExecutor(1, thread_name_prefix="aside")
 
     @property
-    def sends_new_rollouts(self) -> bool:
-        """True while new rollouts may be sent at all; calls that hold a slot go on."""
+    def sends_new_episodes(self) -> bool:
+        """True while new episodes may be sent at all; calls that hold a slot go on."""
         return self.failure is None and not self.closing and self.backend is not None
 
     async def aside(self, call: Callable[[T], S], argument: T) -> S:
@@ -102,7 +102,7 @@ class Shared:
         return await self.loop.run_in_executor(self._aside, call, argument)
 
     def changed(self) -> None:
-        """Send all rollouts that may be sent, and wake all waiters; call it after every change."""
+        """Send all episodes that may be sent, and wake all waiters; call it after every change."""
         try:
             self.on_change()
         except Exception as error:  # noqa: BLE001 - raised by whoever waits for the producer
@@ -136,24 +136,24 @@ class Shared:
 
 
 class Slots:
-    """The slots in flight.  Resumed rollouts and calls of an evaluation come before new rollouts."""
+    """The slots in flight.  Resumed episodes and calls of an evaluation come before new episodes."""
 
     def __init__(self, rollout: RolloutSection, shared: Shared) -> None:
         self._rollout = rollout
         self._shared = shared
-        self._evaluating = 0  # slots taken by an evaluation, apart from those of rollouts
-        self._waiting = 0  # resumed rollouts and calls of an evaluation that wait for a slot
-        # retracted rollouts that keep their slot and wait for others to end
+        self._evaluating = 0  # slots taken by an evaluation, apart from those of episodes
+        self._waiting = 0  # resumed episodes and calls of an evaluation that wait for a slot
+        # retracted requests that keep their slot and wait for others to end
         self._short_of_memory = 0
 
     @property
     def in_flight(self) -> int:
-        """Slots that rollouts hold."""
+        """Slots that episodes hold."""
         return self._shared.counts.in_flight
 
     @property
-    def for_new_rollouts(self) -> bool:
-        """True if a rollout that was never sent may take a slot: after resumed and retracted ones."""
+    def for_new_episodes(self) -> bool:
+        """True if an episode that was never sent may take a slot: after resumed and retracted ones."""
         return not self._short_of_memory and self._waiting < self._free
 
     @property
@@ -169,16 +169,16 @@ class Slots:
         return self._most - self.in_flight - self._evaluating
 
     def take(self) -> None:
-        """Take a free slot for a rollout's request."""
+        """Take a free slot for an episode's request."""
         self._shared.counts.change_in_flight(1)
 
     def give_back(self) -> None:
-        """Give a rollout's slot back."""
+        """Give an episode's slot back."""
         self._shared.counts.change_in_flight(-1)
         self._shared.changed()
 
     async def wait_for_free_slot(self, may_go_on: Callable[[], bool]) -> None:
-        """Wait for a free slot, ahead of new rollouts, and until ``may_go_on``; take it before the next await."""
+        """Wait for a free slot, ahead of new episodes, and until ``may_go_on``; take it before the next await."""
         self._waiting += 1
         try:
             await self._shared.until(lambda: may_go_on() and self._free > 0, though_failed=True)
@@ -196,7 +196,7 @@ class Slots:
             self._shared.changed()
 
     async def wait_for_evaluation_slot(self) -> None:
-        """Wait for a free slot, and until no retracted rollout waits for the servers' memory."""
+        """Wait for a free slot, and until no retracted request waits for the servers' memory."""
         await self.wait_for_free_slot(lambda: not self._short_of_memory)
 
     def _half(self) -> int:
@@ -205,7 +205,7 @@ class Slots:
     async def memory_for_retracted(self, may_go_on: Callable[[], bool]) -> None:
         """Wait until fewer than half of the requests that may be in flight are busy, not counting waiters here.
 
-        New rollouts are held back meanwhile.
+        New episodes are held back meanwhile.
 
         A server retracts the request with the fewest tokens first.  If a retracted request were sent
         again among as many others, it would have the fewest once more (seen 42 times in a row).  After

@@ -40,7 +40,7 @@ class UpdateGate:
         self.frozen = False
         self.aborting = False
         self._updates = (
-            0  # under way, or failed until ``reopen_for_new_servers``: no new rollout is sent
+            0  # under way, or failed until ``reopen_for_new_servers``: no new episode is sent
         )
 
     @property

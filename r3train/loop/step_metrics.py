@@ -200,7 +200,7 @@ def source_metrics(now: Mapping[str, Any], before: Mapping[str, Any]) -> dict[st
         "perf/rollout_idle_share": since("idle_s") / wall_s,
         "perf/rollout_loop_held_s": now["longest_hold_s"],
         "rollout/buffered_groups": now["buffered_groups"],
-        "rollout/resumed": since("resumed_rollouts"),
+        "rollout/resumed": since("resumed_episodes"),
         "rollout/computed_again": since("recheck_tokens"),
         "rollout/retracted": since("retracted_answers"),
         **draft_metrics(since),

@@ -26,7 +26,7 @@ from r3train.engine.control import EngineControl
 from r3train.engine.publish import DistributedPublisher
 from r3train.engine.server import SGLangServer
 from r3train.generation.producer import Producer
-from r3train.generation.rollout_task import RequestSettings
+from r3train.generation.episode_task import RequestSettings
 from r3train.proof.recheck_verdict import compare_rollout, recheck_failures, RecheckRecord
 from r3train.types import RolloutSample, RowClass
 

@@ -27,7 +27,7 @@ from r3train.config.rollout_settings import RolloutSection
 from r3train.engine.backend import EngineError, SamplingParams
 from r3train.engine.control import EngineControl
 from r3train.generation.producer import Producer
-from r3train.generation.rollout_task import RequestSettings
+from r3train.generation.episode_task import RequestSettings
 from r3train.generation.scheduler import GroupScorer
 from r3train.engine.client import SGLangClient
 from r3train.engine.server import SGLangServer

@@ -54,7 +54,7 @@ from r3train.generation.episode import Episode, generate_once
 from r3train.generation.eval_sets import EvalSet
 from r3train.generation.environment_loop import EnvironmentLoop
 from r3train.generation.producer import Producer
-from r3train.generation.rollout_task import RequestSettings, Episodes
+from r3train.generation.episode_task import RequestSettings, Episodes
 from r3train.generation.scheduler import GroupScorer
 from r3train.engine.client import SGLangClient
 from r3train.engine.server import SGLangServer

@@ -30,7 +30,7 @@ from r3train.algo.trajectories import validate_trajectories
 from r3train.engine.backend import SamplingParams
 from r3train.generation.conversation import Conversation
 from r3train.generation.producer import Producer
-from r3train.generation.rollout_task import RequestSettings, Episodes
+from r3train.generation.episode_task import RequestSettings, Episodes
 from r3train.verify.tiny import TinyOptions, build
 from r3train.generation.environment_loop import EnvironmentLoop
 from r3train.types import Prompt

@@ -21,7 +21,7 @@ from r3train.generation.buffer import Group
 from r3train.generation.shared import Counts
 from r3train.generation.producer import Producer
 from r3train.generation.recheck import Rechecking, Unbroken
-from r3train.generation.rollout_task import RequestSettings, Episodes
+from r3train.generation.episode_task import RequestSettings, Episodes
 from r3train.types import RolloutSample
 
 CALLS = 8  # most of a session

@@ -11,7 +11,7 @@ from r3train.engine.backend import SamplingParams
 from r3train.generation.episode import generate_once
 from r3train.generation.eval_sets import EvalSet, EvaluationEnded, evaluate, evaluation_metrics
 from r3train.generation.producer import Producer
-from r3train.generation.rollout_task import RequestSettings
+from r3train.generation.episode_task import RequestSettings
 from r3train.types import Prompt
 from tests.fakes.server import EVAL_IDS, SimulatedEngine, prompt_for, rollout_section
 

@@ -17,7 +17,7 @@ from r3train.loop.rollout_file import read_samples, write_samples
 from r3train.algo.reward_stats import GroupStats
 from r3train.engine.backend import SamplingParams
 from r3train.generation.producer import Producer
-from r3train.generation.rollout_task import RequestSettings, Episodes
+from r3train.generation.episode_task import RequestSettings, Episodes
 from r3train.engine.backend import Drafts
 from r3train.generation.shared import Counts
 from r3train.types import TrainSample

@@ -37,7 +37,7 @@ from r3train.engine.backend import SamplingParams
 from r3train.engine.client import SGLangClient
 from r3train.generation.buffer import OUTCOMES_FILE
 from r3train.generation.producer import Producer
-from r3train.generation.rollout_task import RequestSettings
+from r3train.generation.episode_task import RequestSettings
 from r3train.generation.scheduler import GroupScorer
 from r3train.loop import prompt_log
 from r3train.types import Prompt, RouteShape

@@ -39,7 +39,7 @@ from r3train.chat.base import AgentFailed, ChatRequest
 from r3train.config import RunConfig
 from r3train.data.templates import ChatTemplate
 from r3train.engine.backend import SamplingParams
-from r3train.generation import agent_episode, rollout_task, sessions, stitch
+from r3train.generation import agent_episode, episode_task, sessions, stitch
 from r3train.launch.job import agents
 from r3train.proof import custody_verdict
 
@@ -448,7 +448,7 @@ BUGS = {
         a_session_that_the_files_lost_is_missed,
     ),
     "the first sample of a session is rechecked": Bug(
-        rollout_task.RolloutTask,
+        episode_task.EpisodeTask,
         "to_recheck",
         "samples[sample_seed(seed, self.sample_id) % len(samples)]",
         "samples[0]",

@@ -14,7 +14,7 @@ import pytest
 from r3train.config.data_settings import DataSection
 from r3train.engine.backend import EngineDied, SamplingParams
 from r3train.generation.producer import Producer
-from r3train.generation.rollout_task import RequestSettings
+from r3train.generation.episode_task import RequestSettings
 from r3train.generation.scheduler import GroupScorer
 from r3train.rewards.scoring import Scorer
 from tests.fakes.server import prompt_for, rollout_section, SimulatedEngine

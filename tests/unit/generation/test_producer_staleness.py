@@ -12,7 +12,7 @@ from tests.fakes.server import SimulatedEngine, prompt_for, rollout_section
 
 from r3train.engine.backend import EngineDied, SamplingParams
 from r3train.generation.producer import Producer
-from r3train.generation.rollout_task import RequestSettings
+from r3train.generation.episode_task import RequestSettings
 from r3train.generation.scheduler import GroupScorer
 from r3train.generation.stitch import oldest_version
 
@@ -158,7 +158,7 @@ def test_abort_resumes_each_rollout_from_its_tokens_and_loses_none():
         batches = train(producer, engine, range(4))
         stats = producer.stats()
     resumed = [(sample_id, tokens) for sample_id, _, tokens in engine.asked if tokens]
-    assert resumed and stats["resumed_rollouts"] >= len(resumed)
+    assert resumed and stats["resumed_episodes"] >= len(resumed)
     for groups in batches:
         for sample, _ in (pair for group in groups for pair in group):
             assert (sample.response_len, sample.finish_reason) == (40, "stop")

@@ -15,7 +15,7 @@ from tests.fakes.server import prompt_for, rollout_section, ROUTES, SimulatedEng
 from r3train.engine.backend import EngineError, SamplingParams
 from r3train.generation.buffer import Group
 from r3train.generation.producer import Producer
-from r3train.generation.rollout_task import RequestSettings, RolloutTask
+from r3train.generation.episode_task import RequestSettings, EpisodeTask
 from r3train.generation.shared import Counts
 from r3train.generation.recheck import Rechecking
 from r3train.types import Rechecked
@@ -272,7 +272,7 @@ def test_of_a_session_with_several_samples_every_place_is_rechecked():
     chosen = set()
     for group_id in range(20):
         group = SimpleNamespace(group_id=group_id, prompt=None)
-        task = RolloutTask(SimpleNamespace(rollout=rollout, episodes=episodes), group, 0)
+        task = EpisodeTask(SimpleNamespace(rollout=rollout, episodes=episodes), group, 0)
         assert task.to_recheck(["fork", "last"]) == "last", "of one request: it has all tokens"
         for sample_id in range(task.sample_id, task.sample_id + 3):
             assert task.unbroken[sample_id].first is None

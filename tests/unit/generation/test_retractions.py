@@ -12,7 +12,7 @@ from tests.fakes.server import RETRACTED, SimulatedEngine, prompt_for, rollout_s
 from r3train.algo.reward_stats import group_stats
 from r3train.engine.backend import EngineError, SamplingParams
 from r3train.generation.producer import Producer
-from r3train.generation.rollout_task import RequestSettings, Episodes
+from r3train.generation.episode_task import RequestSettings, Episodes
 from r3train.loop.step_metrics import rollout_metrics, source_metrics
 from r3train.types import TrainSample
 

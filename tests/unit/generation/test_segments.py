@@ -13,7 +13,7 @@ from tests.fakes.server import SimulatedEngine, prompt_for, rollout_section
 
 from r3train.engine.backend import BadAnswer, SamplingParams
 from r3train.generation.producer import Producer
-from r3train.generation.rollout_task import RequestSettings
+from r3train.generation.episode_task import RequestSettings
 from r3train.generation.scheduler import GroupScorer
 
 

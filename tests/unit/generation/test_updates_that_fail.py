@@ -9,7 +9,7 @@ from tests.fakes.server import SimulatedEngine, prompt_for, rollout_section
 
 from r3train.engine.backend import EngineDied, SamplingParams
 from r3train.generation.producer import Producer
-from r3train.generation.rollout_task import RequestSettings
+from r3train.generation.episode_task import RequestSettings
 
 
 def producer_of(engine: SimulatedEngine, mode: str, **settings) -> Producer:

@@ -22,7 +22,7 @@ from r3train.data.order import PromptOrder
 from r3train.engine.backend import SamplingParams
 from r3train.generation.buffer import ProducerState
 from r3train.generation.producer import Producer
-from r3train.generation.rollout_task import RequestSettings
+from r3train.generation.episode_task import RequestSettings
 from r3train.host_group import join_ranks, leave_ranks
 from r3train.loop import prompt_log
 from r3train.loop.async_loop import AsyncLoop

@@ -11,7 +11,7 @@ from torch.distributed import HashStore
 from r3train.families.read_facts import read_hf_facts
 from r3train.engine.backend import EngineBusy, EngineDied, SamplingParams
 from r3train.generation.producer import Producer
-from r3train.generation.rollout_task import RequestSettings
+from r3train.generation.episode_task import RequestSettings
 from r3train.host_group import join_ranks, leave_ranks
 from r3train.loop.async_loop import AsyncLoop
 from r3train.loop.device_turns import Colocated

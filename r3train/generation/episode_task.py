@@ -1,4 +1,4 @@
-"""One rollout: the calls of its episode, each with a slot in flight while its requests run."""
+"""One episode: its calls, each with a slot in flight while its requests run."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ async def _nothing() -> None:
 
 @dataclass(frozen=True)
 class Episodes:
-    """Settings of the rollouts that are made of answers.
+    """Settings of the episodes that are made of answers.
 
-    make: makes one rollout's ``Episode``; without it a rollout is one answer.  decode: gives the text of
+    make: makes the ``Episode`` of a prompt; without it an episode is one answer.  decode: gives the text of
     response tokens.  keep_decoded: samples keep the decoded rows of each answer, for the evidence.
     samples: sample ids that an episode may take.  most: episodes at once, and as many of an evaluation, which then hold a slot
     during their calls only; None: an episode begins with a slot.  stats: counts of the episodes so far.  close: ends what they
@@ -71,7 +71,7 @@ class Episodes:
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of a producer that its rollouts use."""
+    """The parts of a producer that its episodes use."""
 
     rollout: RolloutSection
     request_settings: RequestSettings
@@ -82,8 +82,8 @@ class Parts:
     rechecking: Rechecking
 
 
-class RolloutTask:
-    """One rollout to make or to resume: sample number ``place`` of one attempt at a group.
+class EpisodeTask:
+    """One episode to make or to resume: sample number ``place`` of one attempt at a group.
 
     It is the ``Generate`` of its episode; each call holds a slot of its own while its requests run.
     """
@@ -114,7 +114,7 @@ class RolloutTask:
         return reserved
 
     async def make(self) -> tuple[list[RolloutSample], float | None]:
-        """Make the rollout; return its samples and its episode's reward, None if it gave none."""
+        """Make the episode; return its samples and its reward, None if it gave none."""
         try:
             return await self.episode(
                 self,
@@ -137,7 +137,7 @@ class RolloutTask:
         return await _Call(self, self._parts, self._take_over()).answer(sample, turn_limit)
 
     def to_recheck(self, samples: Sequence[RolloutSample]) -> RolloutSample:
-        """Choose the sample to recheck, by the rollout's id and the run's seed.
+        """Choose the sample to recheck, by the episode's id and the run's seed.
 
         With a single request the last sample is chosen: it contains all tokens.
         """
@@ -147,15 +147,15 @@ class RolloutTask:
         return samples[sample_seed(seed, self.sample_id) % len(samples)]
 
     def part_of(self, sample: RolloutSample) -> Unbroken:
-        """The last part of a sample that one weight version computed; samples of one turn share the rollout's."""
+        """The last part of a sample that one weight version computed; samples of one turn share the episode's."""
         shares_part = sample.sample_id not in self.unbroken
         return self.unbroken[self.sample_id if shares_part else sample.sample_id]
 
 
 class _Call:
-    """One answer of a rollout: its slot in flight, and how often servers retracted it in a row."""
+    """One answer of an episode: its slot in flight, and how often servers retracted it in a row."""
 
-    def __init__(self, task: RolloutTask, parts: Parts, has_slot: bool) -> None:
+    def __init__(self, task: EpisodeTask, parts: Parts, has_slot: bool) -> None:
         self._task = task
         self._parts = parts
         self._has_slot = has_slot
@@ -165,7 +165,7 @@ class _Call:
         """Generate until the answer ends, in as many requests as updates and segments cut it into.
 
         Under R3 the answer to a request that a server retracted is thrown away, and the same tokens
-        are asked for again.  Earlier answers of the rollout came with their own rows and stay.  The slot
+        are asked for again.  Earlier answers of the episode came with their own rows and stay.  The slot
         is kept between the segments of an answer; it is given back where an update aborts the answer, or has frozen
         the servers when the request was retracted.
         """
@@ -219,7 +219,7 @@ class _Call:
                 if not continues:
                     self._release()
             shared.counts.generated_tokens += count
-            shared.counts.resumed_rollouts += interrupted and not again
+            shared.counts.resumed_episodes += interrupted and not again
             if not (interrupted or continues):
                 return sample
             if tokens_left <= 0:
