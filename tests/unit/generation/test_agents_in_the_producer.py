@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -23,6 +24,8 @@ from r3train.generation.producer import Producer
 from r3train.generation.recheck import Rechecking, Unbroken
 from r3train.generation.episode_task import RequestSettings, Episodes
 from r3train.types import RolloutSample
+
+pytestmark = pytest.mark.usefixtures("virtual_clock")
 
 CALLS = 8  # most of a session
 OWN = 6  # tokens of an answer
@@ -130,6 +133,7 @@ def test_sessions_go_on_over_weight_updates_in_every_mode(mode):
                     False
                 ] * 2 + [True]
                 assert sum(int(s.loss_mask.sum()) for s in session_samples) == 5 * OWN
+            time.sleep(0.01)  # of training: sessions are under way
             with producer.quiesced():
                 engine.version = step + 1
                 producer.set_version(step + 1)

@@ -15,6 +15,8 @@ from r3train.generation.episode_task import RequestSettings
 from r3train.types import Prompt
 from tests.fakes.server import EVAL_IDS, SimulatedEngine, prompt_for, rollout_section
 
+pytestmark = pytest.mark.usefixtures("virtual_clock")
+
 
 async def length_as_reward(samples):
     assert len({sample.prompt.prompt_id for sample in samples}) == 1

@@ -19,6 +19,8 @@ from r3train.generation.scheduler import GroupScorer
 from r3train.rewards.scoring import Scorer
 from tests.fakes.server import prompt_for, rollout_section, SimulatedEngine
 
+virtual = pytest.mark.usefixtures("virtual_clock")
+
 
 def engine(fail_at=None, tick_s=0.001):
     """Two tokens an answer, of the weights that each request expects; some answers take longer."""
@@ -50,6 +52,7 @@ def producer_of(backend, options=MappingProxyType({}), **settings):
     )
 
 
+@virtual
 @pytest.mark.parametrize("staleness", [0, 1, 2])
 def test_no_group_is_submitted_further_ahead_than_the_staleness_allows(staleness):
     backend = engine()
@@ -70,6 +73,7 @@ def test_no_group_is_submitted_further_ahead_than_the_staleness_allows(staleness
     assert backend.most <= 4
 
 
+@virtual
 def test_nothing_runs_while_quiesced_and_it_resumes_afterwards():
     backend = engine(tick_s=0.01)
     with producer_of(backend, max_weight_staleness=5) as producer:
@@ -102,6 +106,7 @@ def test_what_holds_the_loop_is_in_the_counts_of_the_batch_that_it_held_up():
     assert 0.4 < holds[0] != holds[1]
 
 
+@virtual
 def test_a_run_resumes_at_its_step_with_its_group_numbers():
     backend = engine()
     with producer_of(backend, {"start_rollout": 4}, max_weight_staleness=0) as producer:
@@ -145,6 +150,7 @@ class NumberingTeacher:
         self.closed = True
 
 
+@virtual
 @pytest.mark.parametrize("kind", ["each", "group"])
 def test_a_teacher_scores_every_sample_before_its_reward(kind):
     async def reward_one(sample):
@@ -193,6 +199,7 @@ with producer_of(engine(), {"scorer": GroupScorer(never)}) as producer:
     assert done.returncode == 1 and "longer than reward_timeout_s 0.2" in done.stderr
 
 
+@virtual
 def test_a_group_is_scored_as_a_whole_once_all_its_samples_are_there():
     asked = []
 
@@ -210,13 +217,8 @@ def test_a_group_is_scored_as_a_whole_once_all_its_samples_are_there():
     assert first <= {ids[0] for ids in asked} and all(ids == sorted(ids) for ids in asked)
 
 
-@pytest.fixture
-def short_wait(monkeypatch):
-    """A snapshot does not wait long for rewards that never come."""
-    monkeypatch.setattr("r3train.generation.producer._REWARDS_AWAITED_S", 1.0)
-
-
-def test_a_half_made_group_is_scored_as_a_whole_after_a_restart(short_wait):
+@virtual
+def test_a_half_made_group_is_scored_as_a_whole_after_a_restart():
     async def hundreds(samples):
         return [100.0 + place for place, _ in enumerate(samples)]
 
@@ -237,8 +239,9 @@ def test_a_half_made_group_is_scored_as_a_whole_after_a_restart(short_wait):
     ] * 3
 
 
+@virtual
 @pytest.mark.parametrize("of_group", [False, True])
-def test_waiting_samples_of_another_reward_are_scored_again_and_not_generated(of_group, short_wait):
+def test_waiting_samples_of_another_reward_are_scored_again_and_not_generated(of_group):
     async def before(sample):
         return 0.1 if sample.sample_id % 4 < 2 else await asyncio.sleep(600)
 
@@ -262,6 +265,7 @@ def test_waiting_samples_of_another_reward_are_scored_again_and_not_generated(of
     assert sorted(sample_id % 4 for sample_id, *_ in backend.asked) == [2] * 3 + [3] * 3
 
 
+@virtual
 @pytest.mark.parametrize("of_group", [False, True])
 def test_a_complete_group_that_waits_is_trained_with_the_new_reward_alone(of_group):
     async def before(sample):
@@ -286,6 +290,7 @@ def test_a_complete_group_that_waits_is_trained_with_the_new_reward_alone(of_gro
     assert [[reward for _, reward in group] for group in groups] == [[5.0] * 2] * 3
 
 
+@virtual
 def test_a_failed_generation_is_raised_by_whoever_waits_at_once():
     backend = engine(fail_at=7)
     with producer_of(backend, max_weight_staleness=0) as producer:
@@ -313,6 +318,7 @@ def test_a_failure_anywhere_in_the_producer_is_raised_with_its_own_type(where):
         producer.next_batch(0)
 
 
+@virtual
 def test_a_complete_batch_is_taken_though_an_engine_has_died_or_a_stop_has_come():
     def fail(*_):
         raise EngineDied("nobody waits for it")
@@ -361,6 +367,7 @@ def test_asking_for_a_step_that_cannot_come_fails_instead_of_hanging():
             producer.next_batch(0)
 
 
+@virtual
 def test_closing_twice_in_mid_generation_leaves_no_thread():
     backend = engine(tick_s=500)
     producer = producer_of(backend)

@@ -20,6 +20,8 @@ from r3train.generation.shared import Counts
 from r3train.generation.recheck import Rechecking
 from r3train.types import Rechecked
 
+pytestmark = pytest.mark.usefixtures("virtual_clock")
+
 
 class Engine(SimulatedEngine):
     """Computes texts again too; ``again_s`` seconds each, and ``broken`` ones not at all."""
@@ -128,6 +130,7 @@ def test_a_server_that_joins_is_measured_before_it_first_computes_a_sample_again
         assert {again.server for _, again in p.rechecked().noise} == {0}
         engine.serves = 3  # it has joined, and answers from now on
         for version in (1, 2):  # of which the first was generated before
+            time.sleep(0.1)
             with p.quiesced():
                 engine.version = version
                 p.set_version(version)

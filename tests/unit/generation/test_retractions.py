@@ -16,6 +16,8 @@ from r3train.generation.episode_task import RequestSettings, Episodes
 from r3train.loop.step_metrics import rollout_metrics, source_metrics
 from r3train.types import TrainSample
 
+pytestmark = pytest.mark.usefixtures("virtual_clock")
+
 
 def producer_of(engine, *, segment_len=None, pool_facts=None, **settings):
     rollout = rollout_section(**{"rollout_max_concurrency": 8, **settings})

@@ -11,6 +11,8 @@ from r3train.engine.backend import EngineDied, SamplingParams
 from r3train.generation.producer import Producer
 from r3train.generation.episode_task import RequestSettings
 
+pytestmark = pytest.mark.usefixtures("virtual_clock")
+
 
 def producer_of(engine: SimulatedEngine, mode: str, **settings) -> Producer:
     settings = {
