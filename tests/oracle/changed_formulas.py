@@ -256,14 +256,13 @@ CHANGES = {
 
 
 @contextmanager
-def planted(name: str) -> Iterator[None]:
+def planted(change: Change) -> Iterator[None]:
     """Run a function with its changed line as long as the block runs, wherever it was imported."""
-    change = CHANGES[name]
     place, _, called = change.function.partition(":")
     module = import_module(f"r3train.{place}")
     function = getattr(module, called)
     source = inspect.getsource(function)
-    assert source.count(change.old) == 1, f"{name}: {change.old!r} in {change.function}"
+    assert source.count(change.old) == 1, f"{change.old!r} in {change.function}"
     scope = dict(vars(module))
     exec(source.replace(change.old, change.new), scope)  # noqa: S102 - the source is ours
     was = function.__code__

@@ -1,11 +1,10 @@
 """The formulas of the learning rule on rows without a model, held against the float64 oracle.
 
-Rewards, advantages, the loss and its gradient, for every rule of ``rule_pairs`` and of ``test_algorithm``; then
+Rewards, advantages, the loss, its gradient and its metrics, for every rule of ``rule_pairs`` and of ``test_algorithm``; then
 with each line of ``changed_formulas``, which must show.  No ranks: what topologies do is in whole jobs.
 """
 
 from __future__ import annotations
-
 
 import numpy as np
 import pytest
@@ -19,10 +18,11 @@ from r3train.algo.loss_rows import LossRows
 from r3train.config.algorithm_settings import AlgorithmSection
 from r3train.loop import prepare
 from r3train.loop.kl_reward import held_ratios
+from r3train.loop.step_metrics import train_metrics
 from r3train.verify.model_zoo import VARIANTS
 from tests.oracle.algorithm import Bounds, Rows, Rule, Sample, advantages, kl_pay, loss_of, shaped
-from tests.oracle.changed_formulas import CHANGES, planted
-from tests.oracle.test_algorithm import RULES, as_recorded
+from tests.oracle.changed_formulas import Change, CHANGES, planted
+from tests.oracle.test_algorithm import as_recorded, metric_errors, RULES
 
 # advantages are float32; a changed line misses this by two hundred times at least
 CLOSE = 2e-6
@@ -77,8 +77,8 @@ def streams(samples: list[Sample]) -> dict[str, list[torch.Tensor]]:
     return out
 
 
-def by_the_oracle(rule: Rule) -> tuple[np.ndarray, float]:
-    """[loss, ess, gradient of each trained row], and the margin of the bounds."""
+def by_the_oracle(rule: Rule) -> tuple[np.ndarray, float, dict[str, tuple[float, float]]]:
+    """[loss, ess, gradient of each trained row], the margin of the bounds, and each metric with its scale."""
     given = groups()
     trained = shaped(given, rule)
     samples = [s for group in trained for s in group]
@@ -103,11 +103,11 @@ def by_the_oracle(rule: Rule) -> tuple[np.ndarray, float]:
     loss, metrics, _ = loss_of(tables, rule, bounds)
     gradient = torch.cat(torch.autograd.grad(loss, new))
     found = [float(loss.detach()), metrics["ess"][0], *gradient.tolist()]
-    return np.array(found), bounds.margin
+    return np.array(found), bounds.margin, metrics
 
 
-def by_production(rule: Rule) -> np.ndarray:
-    """The same, by the functions that a job calls."""
+def by_production(rule: Rule) -> tuple[np.ndarray, dict[str, float]]:
+    """The same, by the functions that a job calls; without margin and scales."""
     settings = {n: getattr(rule, n) for n in AlgorithmSection.model_fields}
     settings["reward_weights"] = tuple(float(weight) for weight in rule.reward_weights)
     algorithm = AlgorithmSection(**settings)
@@ -143,11 +143,13 @@ def by_production(rule: Rule) -> np.ndarray:
         ),
     )
     got = microbatch_loss(configured_loss(algorithm), rows, algorithm)
-    tokens = int(rows.mask.sum())
+    tokens = int(got.sums.pop("num_tokens"))
     (gradient,) = torch.autograd.grad(got.loss / tokens, new)
     sums = {name: float(value) / tokens for name, value in got.sums.items()}
-    found = [float(got.loss.detach()) / tokens, mismatch_metrics(sums)["ess"]]
-    return np.array([*found, *gradient[rows.mask].tolist()])
+    sums |= mismatch_metrics(sums) | {name: float(x) for name, x in got.maxima.items()}
+    metrics = {n.removeprefix("train/"): x for n, x in train_metrics([sums]).items()}
+    found = [float(got.loss.detach()) / tokens, metrics["ess"]]
+    return np.array([*found, *gradient[rows.mask].tolist()]), metrics
 
 
 def far(got: np.ndarray, wanted: np.ndarray) -> float:
@@ -175,15 +177,49 @@ def rule_with(settings: dict) -> str:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_loss_and_its_gradient_are_those_of_the_oracle(name: str):
-    wanted, margin = by_the_oracle(RULES[name])
+    wanted, margin, _ = by_the_oracle(RULES[name])
     assert margin > 1e-6  # float32 may put no row on the other side of a bound
-    assert far(by_production(RULES[name]), wanted) < CLOSE
+    assert far(by_production(RULES[name])[0], wanted) < CLOSE
+
+
+# what the trainer adds up over microbatches
+OF_A_STEP = {"num_loss_tokens", "log_prob_gap_p999"}
+_SUMS = "algo.corrections:mismatch_sums"
+OF_METRICS = {
+    "k1_of_the_actor": Change(_SUMS, "-d.sum()", "d.sum()"),
+    "chi2_of_the_ratio": Change(_SUMS, "expm1(2 * d)", "expm1(d)"),
+    "perplexity_of_the_sum": Change(
+        "algo.corrections:_sample_sums", "-sums[2] / count", "-sums[2]"
+    ),
+    "far_from_a_nat": Change("algo.corrections:log_prob_gap_sums", "TWICE_AS_LIKELY", "1.0"),
+}
+
+
+def metric_error(rule: Rule) -> float:
+    """The largest error of a metric, over what it may be."""
+    _, _, metrics = by_the_oracle(rule)
+    _, got = by_production(rule)
+    values, scales = ({n: pair[i] for n, pair in metrics.items()} for i in (0, 1))
+    assert got.keys() == values.keys() - OF_A_STEP
+    found = metric_errors(got, values, scales)
+    return max(error for n, error in found.items() if n.removeprefix("train/") in got)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_metrics_of_the_loss_are_those_of_the_oracle(name: str):
+    assert metric_error(RULES[name]) < 1
+
+
+@pytest.mark.parametrize("name", OF_METRICS)
+def test_a_changed_line_of_a_metric_shows(name: str):
+    with planted(OF_METRICS[name]):
+        assert metric_error(RULES["everything"]) > 200
 
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_changed_line_of_a_formula_shows(name: str):
     rule = RULES[rule_with(CHANGES[name].under)]
-    wanted, _ = by_the_oracle(rule)
-    with planted(name):
-        assert far(by_production(rule), wanted) > 200 * CLOSE
-    assert far(by_production(rule), wanted) < CLOSE
+    wanted, _, _ = by_the_oracle(rule)
+    with planted(CHANGES[name]):
+        assert far(by_production(rule)[0], wanted) > 200 * CLOSE
+    assert far(by_production(rule)[0], wanted) < CLOSE

@@ -13,24 +13,6 @@ from r3train.loop.prepare import build_microbatches, weigh
 from r3train.types import RankTopology, TrainSample
 
 LENGTHS, LONGEST = [1, 4, 0, 3], 10
-LOSSES = [np.array(rows) for rows in ([2.0], [1.0, 3.0, -1.0, 5.0], [], [4.0, 0.5, 7.0])]
-TRAINED = [rows for rows in LOSSES if len(rows)]
-
-
-@pytest.mark.parametrize(
-    "aggregation, expected",
-    [
-        ("token-mean", np.concatenate(LOSSES).mean()),
-        ("seq-mean-token-mean", np.mean([rows.mean() for rows in TRAINED])),
-        ("seq-mean-token-sum", np.mean([rows.sum() for rows in TRAINED])),
-        ("constant", np.mean([rows.sum() / LONGEST for rows in TRAINED])),
-    ],
-)
-def test_the_weighted_mean_over_tokens_is_the_named_mean(aggregation, expected):
-    algorithm = AlgorithmSection(loss_aggregation=aggregation)
-    weights = loss_weights(np.array(LENGTHS), algorithm, LONGEST)
-    total = sum(weight * rows.sum() for weight, rows in zip(weights, LOSSES))
-    assert total / sum(LENGTHS) == pytest.approx(expected)
 
 
 def test_the_weights_of_an_optimizer_step_count_its_loss_tokens():

@@ -6,11 +6,10 @@ import pytest
 import torch
 from tests.unit.algo.rollouts import loss_rows
 
-from r3train.algo.divergence import k3_kl, kl_estimate
-from r3train.algo.losses.cispo import cispo
-from r3train.algo.losses.dppo import dppo_kl, dppo_tv
+from r3train.algo.divergence import k3_kl
+from r3train.algo.losses.dppo import dppo_kl
 from r3train.algo.losses.guarded import GuardedLoss
-from r3train.algo.losses.ppo import gspo, ppo
+from r3train.algo.losses.ppo import ppo
 from r3train.algo.losses.policy_losses import check_policy_loss, configured_loss, get_policy_loss
 from r3train.algo.policy_loss import metric_names, microbatch_loss, rows_without_values
 from r3train.algo.loss_rows import RowLoss
@@ -24,6 +23,8 @@ EVERYTHING = AlgorithmSection(
     use_tis=True,
     tis_clip=2.0,
     tis_clip_low=0.5,
+    use_opd=True,
+    opd_type="megatron",
 )
 
 
@@ -35,121 +36,6 @@ def leaf(*values):
     return vector(*values).requires_grad_()
 
 
-# ratio, advantage, loss, gradient to log_probs (= -r A unless clipped), clipped?
-CLIP_CASES = {
-    "good_token_made_likelier_is_clipped_at_1_plus_eps_high": (1.5, 2.0, -2.6, 0.0, True),
-    "good_token_made_unlikelier_is_not_clipped": (0.5, 2.0, -1.0, -1.0, False),
-    "bad_token_made_likelier_is_not_clipped": (1.5, -2.0, 3.0, 3.0, False),
-    "bad_token_made_unlikelier_is_clipped_at_1_minus_eps": (0.5, -2.0, 1.6, 0.0, True),
-    "between_the_symmetric_and_the_high_bound_nothing_is_clipped": (1.25, 2.0, -2.5, -2.5, False),
-    "on_policy_the_gradient_is_minus_the_advantage": (1.0, 2.0, -2.0, -2.0, False),
-    "no_advantage_no_loss": (1.5, 0.0, 0.0, 0.0, False),
-}
-
-
-@pytest.mark.parametrize("case", CLIP_CASES)
-def test_asymmetric_clip_equals_the_hand_worked(case):
-    ratio, advantage, expected_loss, expected_grad, expected_clipped = CLIP_CASES[case]
-    old = vector(-3.0)
-    new = (old + math.log(ratio)).requires_grad_()
-    out = ppo(loss_rows(new, old, vector(advantage)), CLIP)
-    out.loss.sum().backward()
-    assert out.loss.item() == pytest.approx(expected_loss, abs=1e-12)
-    assert new.grad.item() == pytest.approx(expected_grad, abs=1e-12)
-    assert out.sums["clipped"].item() == expected_clipped
-    assert out.sums["ratio"].item() == pytest.approx(ratio)
-
-
-@pytest.mark.parametrize("name", ["ppo", "gspo"])
-def test_the_dual_clip_bounds_the_loss_of_a_bad_token(name):
-    # r = 5, A = -2: without the bound 10, with c = 3 it is 6, and no gradient
-    algorithm = AlgorithmSection(eps_clip_c=3.0)
-    new = leaf(math.log(5.0), math.log(2.5), math.log(5.0))
-    rows = loss_rows(new, vector(0, 0, 0), vector(-2, -2, 2), samples=torch.tensor([0, 1, 2]))
-    out = get_policy_loss(name)(rows, algorithm)
-    out.loss.sum().backward()
-    assert out.loss.tolist() == pytest.approx([6.0, 5.0, -2.4])
-    assert new.grad.tolist() == pytest.approx([0.0, 5.0, 0.0])
-    assert out.sums["clipped"] == 2
-
-
-def test_gspo_clips_by_the_geometric_mean_of_a_sample_and_each_token_keeps_its_gradient():
-    # sample 0: ratios 1.1 and 1.3, mean sqrt(1.43) = 1.196; sample 1: 2 and 2, beyond 1.3
-    new = leaf(*(math.log(r) for r in (1.1, 1.3, 9.0, 2.0, 2.0)))
-    rows = loss_rows(
-        new,
-        vector(0, 0, 0, 0, 0),
-        vector(2, 2, 2, 3, 3),
-        torch.tensor([True, True, False, True, True]),
-        torch.tensor([0, 0, 0, 1, 1]),
-    ).masked()
-    out = gspo(rows, CLIP)
-    out.loss[rows.mask].sum().backward()
-    s = math.sqrt(1.43)
-    assert out.loss[rows.mask].tolist() == pytest.approx([-2 * s, -2 * s, -3.9, -3.9])
-    assert new.grad.tolist() == pytest.approx([-2 * s, -2 * s, 0, 0, 0])
-    assert out.sums["clipped"] == 2 and out.sums["ratio"] == pytest.approx(2 * s + 4)
-
-
-def test_gspo_of_one_token_a_sample_is_ppo():
-    torch.manual_seed(1)
-    new, old, advantages = (torch.randn(8, dtype=torch.float64) for _ in range(3))
-    one_each = loss_rows(new, old, advantages, samples=torch.arange(8))
-    torch.testing.assert_close(gspo(one_each, CLIP).loss, ppo(one_each, CLIP).loss)
-
-
-def test_cispo_holds_the_weight_and_never_the_gradient():
-    # ratios 1.5 (held to 1.3), 0.5 (held to 0.8), 1.1: gradient -weight A everywhere
-    ratios, advantages = (1.5, 0.5, 1.1), (2.0, 3.0, -1.0)
-    new = leaf(*(math.log(r) - 1 for r in ratios))
-    rows = loss_rows(new, vector(-1, -1, -1), vector(*advantages))
-    out = cispo(rows, CLIP)
-    out.loss.sum().backward()
-    weights = (1.3, 0.8, 1.1)
-    assert new.grad.tolist() == pytest.approx([-w * a for w, a in zip(weights, advantages)])
-    assert out.loss.tolist() == pytest.approx(
-        [-w * a * (math.log(r) - 1) for w, a, r in zip(weights, advantages, ratios)]
-    )
-    assert out.sums["clipped"] == 2
-    no_lower = cispo(rows, AlgorithmSection(eps_clip=1.0, eps_clip_high=0.3))
-    assert no_lower.loss[1].item() == pytest.approx(-0.5 * 3.0 * (math.log(0.5) - 1))
-
-
-def test_dppo_tv_drops_rows_that_move_away_from_the_engine_by_more_than_delta():
-    # p, q, A -> dropped?  delta 0.2
-    cases = [
-        (0.75, 0.5, 1.0, True),
-        (0.65, 0.5, 1.0, False),
-        (0.75, 0.5, -1.0, False),  # comes back
-        (0.25, 0.5, -1.0, True),
-        (0.25, 0.5, 1.0, False),
-    ]
-    p, q, advantages = (vector(*column) for column in list(zip(*cases))[:3])
-    new = p.log().requires_grad_()
-    nowhere = vector(*[-7.0] * 5)  # the actor before the update plays no part
-    rows = loss_rows(new, nowhere, advantages, rollout_log_probs=q.log())
-    out = dppo_tv(rows, AlgorithmSection())
-    out.loss.sum().backward()
-    for i, (p, q, advantage, dropped) in enumerate(cases):
-        gap = math.log(p / q)
-        surrogate = 0.0 if dropped else -advantage * p / q
-        assert out.loss[i].item() == pytest.approx(surrogate + 1e-3 * gap**2)
-        assert new.grad[i].item() == pytest.approx(surrogate + 2e-3 * gap)
-    assert out.sums["clipped"] == 2
-
-
-def test_dppo_kl_measures_the_divergence_of_the_token_against_all_others():
-    cases = [(0.75, 0.5), (0.65, 0.5), (0.02, 0.001), (0.9999999, 0.5)]
-    for p, q in cases:
-        divergence = q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
-        rows = loss_rows(
-            vector(math.log(p)), vector(0.0), vector(1.0), rollout_log_probs=vector(math.log(q))
-        )
-        for delta, dropped in ((divergence * 0.99, 1), (divergence * 1.01, 0)):
-            out = dppo_kl(rows, AlgorithmSection(dppo_delta=delta))
-            assert out.sums["clipped"] == dropped, (p, q)
-
-
 def test_dppo_kl_is_finite_where_a_token_is_certain():
     new = torch.zeros(2, requires_grad=True)
     rollout = torch.tensor([0.0, -1.0])
@@ -157,51 +43,6 @@ def test_dppo_kl_is_finite_where_a_token_is_certain():
     out = dppo_kl(rows, AlgorithmSection())
     out.loss.sum().backward()
     assert torch.isfinite(out.loss).all() and torch.isfinite(new.grad).all()
-
-
-@pytest.mark.parametrize("name", ["ppo", "gspo", "cispo"])
-def test_the_anchor_is_the_ratio_s_denominator(name):
-    policy_loss = get_policy_loss(name)
-    streams = dict(new=leaf(-1.0, -1.2), advantages=vector(1.0, -2.0))
-
-    def loss_of_settings(old, rollout, **settings):
-        rows = loss_rows(streams["new"], old, streams["advantages"], rollout_log_probs=rollout)
-        return microbatch_loss(policy_loss, rows, AlgorithmSection(**settings))
-
-    old, rollout = vector(-1.1, -1.1), vector(-0.9, -1.25)
-    anchored = loss_of_settings(old, rollout, ratio_anchor="rollout")
-    assert anchored.loss.item() == pytest.approx(loss_of_settings(rollout, rollout).loss.item())
-    assert anchored.loss.item() != pytest.approx(loss_of_settings(old, rollout).loss.item())
-    # the gap is still that of the actor before the update
-    assert anchored.sums["log_prob_gap_abs"].item() == pytest.approx(0.2 + 0.15)
-
-
-def test_kl_estimates_equal_the_hand_worked_values_and_gradients():
-    r = math.log(2.0)  # policy twice as likely: r = ln 2
-    k3 = 0.5 - 1 + r
-    expected = {"k1": (r, 1.0), "k2": (r * r / 2, r), "k3": (k3, 0.5), "k3+": (k3, r)}
-    for kind, (value, gradient) in expected.items():
-        new = leaf(-1.0)
-        kl = kl_estimate(kind, new, vector(-1.0 - r))
-        kl.sum().backward()
-        assert (kl.item(), new.grad.item()) == pytest.approx((value, gradient)), kind
-
-
-def test_the_kind_of_kl_and_its_ratio_reach_the_loss():
-    old, ref = vector(-1.5, -1.0), vector(-2.0, -1.0)
-    for kind in ("k1", "k2", "k3", "k3+"):
-        for unbiased in (False, True):
-            new = leaf(-1.0, -1.0)
-            algorithm = AlgorithmSection(
-                kl_loss_coef=0.5, kl_loss_type=kind, use_unbiased_kl=unbiased
-            )
-            rows = loss_rows(new, old, vector(0, 0), ref_log_probs=ref)
-            out = microbatch_loss(ppo, rows, algorithm)
-            out.loss.backward()
-            again = leaf(-1.0)
-            kl_estimate(kind, again, ref[:1]).sum().backward()
-            weight = math.exp(0.5) if unbiased else 1.0
-            assert new.grad[0].item() == pytest.approx(0.5 * weight * again.grad.item())
 
 
 def test_the_weighed_kl_of_k2_and_k3_plus_has_the_expected_gradient_of_the_divergence():
@@ -228,67 +69,6 @@ def test_the_weighed_kl_of_k2_and_k3_plus_has_the_expected_gradient_of_the_diver
         assert got == pytest.approx(wanted, abs=1e-12), kind
 
 
-def test_a_teacher_moves_the_advantages_before_the_loss_and_its_masks():
-    old, teacher = vector(-1.0, -1.0, -1.0), vector(-0.5, -3.0, math.nan)
-    new, mask = leaf(-1.0, -1.0, -1.0), torch.tensor([True, True, False])
-    algorithm = AlgorithmSection(use_opd=True, opd_type="megatron", opd_kl_coef=0.5)
-    rows = loss_rows(new, old, vector(1.0, 0.25, 9.0), mask, teacher_log_probs=teacher)
-    out = microbatch_loss(ppo, rows, algorithm)
-    out.loss.backward()
-    # old - teacher is -0.5 and 2: advantages 1 + 0.25 and 0.25 - 1
-    assert new.grad.tolist() == pytest.approx([-1.25, 0.75, 0.0])
-    assert out.sums["opd_reverse_kl"].item() == pytest.approx(1.5)
-    # the second row's advantage fell below 0: the mask of off-policy samples sees that
-    masked = algorithm.model_copy(update={"opsm_delta": 0.1})
-    moved = loss_rows(vector(-2.0, -2.0), old[:2], vector(1.0, 0.25), teacher_log_probs=teacher[:2])
-    assert microbatch_loss(ppo, moved, masked).sums["opsm_dropped"] == 1
-
-
-def test_a_sample_s_weight_scales_its_share_of_every_part_of_the_loss():
-    new, entropy = leaf(-1.0, -1.0, -1.0), leaf(0.5, 0.5, 0.5)
-    algorithm = AlgorithmSection(kl_loss_coef=0.1, entropy_coef=0.01)
-    rows = loss_rows(
-        new,
-        vector(-1.0, -1.0, -1.0),
-        vector(1.0, 1.0, 1.0),
-        samples=torch.tensor([0, 1, 1]),
-        entropy=entropy,
-        ref_log_probs=vector(-2.0, -2.0, -2.0),
-        loss_weights=vector(3.0, 0.75),
-    )
-    out = microbatch_loss(ppo, rows, algorithm)
-    out.loss.backward()
-    assert (new.grad[0] / new.grad[1]).item() == pytest.approx(4.0)
-    assert entropy.grad.tolist() == pytest.approx([-0.03, -0.0075, -0.0075])
-    total = out.sums["pg_loss"] + 0.1 * out.sums["kl"] - 0.01 * out.sums["entropy"]
-    assert out.loss.item() == pytest.approx(total.item())
-    assert out.sums["pg_loss"].item() == pytest.approx(-4.5)
-
-
-@pytest.mark.parametrize("level", ["seq_mean_k2", "token_k2"])
-def test_a_rejected_row_has_no_policy_loss_and_still_counts(level):
-    new = leaf(-1.0, -1.0, -1.0)
-    algorithm = AlgorithmSection(rollout_rs=[level], rollout_rs_threshold=["0.4"])
-    rows = loss_rows(
-        new,
-        vector(-1.0, -1.0, -1.0),
-        vector(1.0, 1.0, 1.0),
-        samples=torch.tensor([0, 0, 1]),
-        rollout_log_probs=vector(-2.0, -1.0, -1.0),  # estimates .5, 0 | 0: a mean of .25
-    )
-    out = microbatch_loss(ppo, rows, algorithm)
-    out.loss.backward()
-    rejected = level == "token_k2"
-    assert new.grad.tolist() == [0.0 if rejected else -1.0, -1.0, -1.0]
-    assert out.sums["rs_rejected"] == rejected and out.sums["num_tokens"] == 3
-
-
-def test_swapping_the_two_bounds_would_be_seen():
-    rows = loss_rows(vector(math.log(1.5)), vector(0.0), vector(2.0))
-    swapped = AlgorithmSection(eps_clip=0.3, eps_clip_high=0.2)
-    assert ppo(rows, CLIP).loss.item() != pytest.approx(ppo(rows, swapped).loss.item())
-
-
 def test_a_ratio_beyond_float32_stays_finite():
     new = torch.tensor([0.0], requires_grad=True)
     loss = ppo(loss_rows(new, torch.tensor([-200.0]), torch.tensor([-1.0])), CLIP).loss
@@ -296,63 +76,11 @@ def test_a_ratio_beyond_float32_stays_finite():
     assert torch.isfinite(loss).all() and torch.isfinite(new.grad).all()
 
 
-def test_k3_equals_the_hand_worked_value_and_gradient():
-    # reference half as likely: d = ln .5, k3 = .5 + ln 2 - 1; gradient 1 - .5
-    new = leaf(-1.0, -1.0, -1.0)
-    ref = vector(-1.0 + math.log(0.5), -1.0, -1.0 + math.log(2.0))
-    kl = k3_kl(new, ref)
-    kl.sum().backward()
-    torch.testing.assert_close(kl, vector(math.log(2.0) - 0.5, 0.0, 1.0 - math.log(2.0)))
-    torch.testing.assert_close(new.grad, vector(0.5, 0.0, -1.0))
-
-
 def test_k3_is_an_unbiased_estimate_of_the_divergence():
     policy, reference = vector(0.7, 0.2, 0.1), vector(0.3, 0.3, 0.4)
     exact = (policy * (policy.log() - reference.log())).sum()
     expected_k3 = (policy * k3_kl(policy.log(), reference.log())).sum()
     torch.testing.assert_close(expected_k3, exact)
-
-
-def test_the_loss_adds_its_parts_and_reports_their_sums():
-    new, old = leaf(math.log(0.5), math.log(0.25)), vector(math.log(0.5), math.log(0.5))
-    entropy = leaf(0.7, 0.9)
-    rows = loss_rows(
-        new,
-        old,
-        vector(1.0, 2.0),
-        ref_log_probs=vector(math.log(0.25), math.log(0.25)),
-        entropy=entropy,
-        rollout_log_probs=vector(math.log(0.5), math.log(2.0)),
-    )
-    out = microbatch_loss(ppo, rows, EVERYTHING)
-    out.loss.backward()
-    # weights 1 and .25, raised to .5; pg: -1 * 1 * 1 and -.5 * 2 * .5
-    # k3 of the first row: .5 - ln .5 - 1, the second's is 0; entropy 1.6
-    pg, kl = -1.0 - 0.5, math.log(2.0) - 0.5
-    expected = {
-        "num_tokens": 2,
-        "pg_loss": pg,
-        "kl": kl,
-        "entropy": 1.6,
-        "loss": pg + 0.1 * kl - 0.01 * 1.6,
-        "clipped": 0,
-        "ratio": 1.5,
-        "ppo_kl": math.log(2.0),
-        "log_prob_gap_abs": math.log(4.0),
-        "log_prob_gap_k3": 0.25 + math.log(4.0) - 1.0,
-        "log_prob_gap_far": 1,
-        "tis_weight": 1.5,
-        "tis_ratio": 1.25,
-        "tis_clipped_high": 0,
-        "tis_clipped_low": 1,
-    }
-    assert {k: v.item() for k, v in out.sums.items() if k in expected} == pytest.approx(expected)
-    assert out.maxima["log_prob_gap_max"].item() == pytest.approx(math.log(4.0))
-    assert out.loss.item() == pytest.approx(expected["loss"])
-    # -r A w + coef (1 - ref/p)
-    torch.testing.assert_close(new.grad, vector(-1.0 + 0.1 * 0.5, -0.5))
-    torch.testing.assert_close(entropy.grad, vector(-0.01, -0.01))
-    assert not any(v.requires_grad for v in (*out.sums.values(), *out.maxima.values()))
 
 
 @pytest.mark.parametrize(
@@ -412,6 +140,7 @@ def test_masked_rows_with_garbage_give_zero_loss_and_zero_gradient(garbage, poli
             torch.tensor([False, True]),
             rollout_log_probs=vector(first, -1.2),
             ref_log_probs=vector(first, -0.9),
+            teacher_log_probs=vector(first, -1.3),
             entropy=entropy,
         )
         out = microbatch_loss(policy_loss, rows, EVERYTHING)
@@ -421,6 +150,7 @@ def test_masked_rows_with_garbage_give_zero_loss_and_zero_gradient(garbage, poli
     clean, clean_grad, clean_entropy_grad = build(0.0)
     dirty, grad, entropy_grad = build(garbage)
     assert dirty.loss.item() == clean.loss.item() and math.isfinite(dirty.loss.item())
+    assert not any(v.requires_grad for v in (*dirty.sums.values(), *dirty.maxima.values()))
     assert {k: v.item() for k, v in dirty.sums.items()} == {
         k: v.item() for k, v in clean.sums.items()
     }
@@ -535,13 +265,6 @@ def test_a_loss_found_by_path_is_corrected_and_adds_its_metrics():
     assert "clipped" not in out.sums
     sums, maxima = metric_names(found, algorithm)
     assert set(sums) == set(out.sums) and set(maxima) == set(out.maxima)
-
-
-def test_gspos_ratio_of_a_sample_is_at_most_e_to_the_10():
-    algorithm = AlgorithmSection(policy_loss="gspo", eps_clip=3e-4, eps_clip_high=4e-4)
-    rows = loss_rows(vector(-1.0, -1.0), vector(-31.0, -11.0), vector(-1.0, -1.0))
-    out = microbatch_loss(get_policy_loss("gspo"), rows, algorithm)
-    assert out.loss.item() == pytest.approx(2 * math.exp(10))
 
 
 def test_a_loss_that_exits_on_values_is_named_and_ends_no_process_with_0():
