@@ -204,7 +204,7 @@ def made_tokenizer() -> Any:
 async def endpoint(
     parts: Parts, read: Any, play: Any, *, sessions: int, turns: int, at_once: int
 ) -> dict[str, float]:
-    """Sessions through the door, all alive until the last call of all; facts of their end."""
+    """Sessions through the chat endpoint, all alive until the last call of all; facts of their end."""
     from r3train.agents.http import ChatEndpoint
     from r3train.data.templates import SessionTemplate
     from r3train.engine.backend import SamplingParams
@@ -226,19 +226,19 @@ async def endpoint(
         raise error
 
     prompt = Prompt("p", 0, "", np.zeros(1, np.int32), None)
-    door = ChatEndpoint()
+    endpoint = ChatEndpoint()
     try:
         opened = [
             Session(settings, parts.generate, prompt, i * turns, fail=fail) for i in range(sessions)
         ]
-        accesses = [await door.open(session.answer) for session in opened]
+        accesses = [await endpoint.open(session.answer) for session in opened]
         keys = [access.key for access in accesses]
         await play(base_url=accesses[0].base_url, keys=keys, turns=turns, at_once=at_once)
         tokens, ends = 0, []
         alive_mb = resident_mb()
         samples = []
         for key, session in zip(keys, opened, strict=True):
-            await door.close(key)
+            await endpoint.close(key)
             samples += await asyncio.to_thread(timed_samples, session, ends)
         tokens = sum(sample.num_tokens for sample in samples)
         assert len(samples) == sessions and all(len(s.calls) == turns for s in opened)
@@ -251,7 +251,7 @@ async def endpoint(
             "end_ms": 1e3 * max(ends),
         }
     finally:
-        await door.stop()
+        await endpoint.stop()
 
 
 async def environment(parts: Parts, *, sessions: int, turns: int) -> float:

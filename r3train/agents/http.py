@@ -24,6 +24,7 @@ from r3train.agents.harness_reward import Reward, read_reward
 from r3train.chat import anthropic, openai, responses
 from r3train.chat.base import ChatAnswer, ChatRefused, ChatRequest
 from r3train.chat.openai import ChatCall
+from r3train.config.agent_settings import AgentSection
 
 logger = logging.getLogger(__name__)
 
@@ -143,36 +144,26 @@ class _Session:
 
 
 class ChatEndpoint:
-    """Chat endpoint at ``host:port`` for all sessions of a run, each with a key of its own.
+    """Chat endpoint of all sessions of a run, each with a key of its own.
 
-    ``max_parallel`` bounds the requests of one session that are answered at once; more wait.  A connection on which no
-    whole request comes for ``idle_s`` seconds is closed, and connections above a quarter of the limit of open files are
-    refused: whoever reaches the port needs no key to open one.  strict: refuse fields that change what a harness gets.
-    ``model`` is the policy's name; None: any that is not another provider's.  Requests with other names go to
-    ``other_base_url`` with ``other_key``, untrained; None: 404.  ``base_url`` is handed on in place of host and port.
-    ``max_model_len``: tokens of a context, as ``/v1/models`` tells them.  All methods belong to one event loop.
+    A connection on which no whole request comes for ``idle_s`` seconds is closed, and connections above a quarter of the
+    limit of open files are refused: whoever reaches the port needs no key to open one.  ``other_key`` is that of the
+    endpoint of other models.  ``max_model_len``: tokens of a context, as ``/v1/models`` tells them.  All methods belong to
+    one event loop.
     """
 
     def __init__(
         self,
+        settings: AgentSection = AgentSection(),
         *,
-        host: str = "127.0.0.1",
-        port: int = 0,
-        max_parallel: int = 8,
         idle_s: float = 30.0,
-        strict: bool = False,
-        model: str | None = None,
-        other_base_url: str | None = None,
         other_key: str | None = None,
-        base_url: str | None = None,
         max_model_len: int | None = None,
     ) -> None:
-        self._host, self._port = host, port
-        self._base_url, self._max_model_len = base_url, max_model_len
-        self._strict, self._model = strict, model
-        self._other, self._other_key = other_base_url, other_key
+        self._settings, self._idle_s, self._max_model_len = settings, idle_s, max_model_len
+        self._model = settings.agent_model
+        self._other, self._other_key = settings.agent_other_base_url, other_key
         self._client: aiohttp.ClientSession | None = None
-        self._max_parallel, self._idle_s = max_parallel, idle_s
         self._runner: web.AppRunner | None = None
         self._listener: asyncio.Server | None = None
         self._starting = asyncio.Lock()
@@ -206,18 +197,19 @@ class ChatEndpoint:
         runner = web.AppRunner(app, access_log=None, **waits)
         await runner.setup()
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4
+        host, port = self._settings.agent_host, self._settings.agent_port
 
         def accepted() -> asyncio.Protocol:
             return runner.server() if len(runner.server.connections) < most else _Refused()
 
         try:
             self._listener = await asyncio.get_running_loop().create_server(
-                accepted, self._host, self._port, backlog=min(1024, most)
+                accepted, host, port, backlog=min(1024, most)
             )
         except OSError as error:
             await runner.cleanup()
             raise ValueError(
-                f"--agent-host {self._host} --agent-port {self._port}: cannot listen there: {error}"
+                f"--agent-host {host} --agent-port {port}: cannot listen there: {error}"
             ) from error
         return runner
 
@@ -247,10 +239,10 @@ class ChatEndpoint:
         await self.start()
         host, port = self._listener.sockets[0].getsockname()[:2]
         key = f"sk-r3train-{secrets.token_hex(_KEY_BYTES)}"
-        slots = asyncio.Semaphore(self._max_parallel)
+        slots = asyncio.Semaphore(self._settings.agent_max_parallel)
         self._sessions[key] = _Session(answer, take_reward, count, slots)
         local_url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        base_url = (self._base_url or local_url).rstrip("/").removesuffix("/v1")
+        base_url = (self._settings.agent_base_url or local_url).rstrip("/").removesuffix("/v1")
         return Access(f"{base_url}/v1", key, self._model or _MODEL)
 
     async def close(self, key: str) -> dict[str, int]:
@@ -424,7 +416,7 @@ class ChatEndpoint:
     async def _asked(self, dialect: _Dialect, request: web.Request, session: _Session) -> ChatCall:
         """Read a request of the policy; raises ChatRefused, for one of another model too."""
         body, retries = await self._body_of(request), request.headers.get("x-stainless-retry-count")
-        read = partial(dialect.read_request, body, retries, self._strict)
+        read = partial(dialect.read_request, body, retries, self._settings.agent_strict)
         if dialect is responses:
             read = partial(read, answered=session.answered)
         call = await asyncio.to_thread(read) if len(body) > _READ_AT_ONCE else read()

@@ -276,17 +276,8 @@ def make_chat_endpoint(
     kind: type[ChatEndpoint] = ChatEndpoint,
 ) -> ChatEndpoint:
     """Make the chat endpoint of all sessions; it belongs to the event loop that opens it."""
-    return kind(
-        host=settings.agent_host,
-        port=settings.agent_port,
-        max_parallel=settings.agent_max_parallel,
-        strict=settings.agent_strict,
-        model=settings.agent_model,
-        other_base_url=settings.agent_other_base_url,
-        other_key=os.environ.get("R3TRAIN_AGENT_OTHER_API_KEY"),
-        base_url=settings.agent_base_url,
-        max_model_len=max_context_len,
-    )
+    key = os.environ.get("R3TRAIN_AGENT_OTHER_API_KEY")
+    return kind(settings, other_key=key, max_model_len=max_context_len)
 
 
 Run = Callable[[Access, Prompt, bytearray], Awaitable[Any]]

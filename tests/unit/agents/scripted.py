@@ -9,6 +9,7 @@ from typing import Any
 
 from r3train.agents.http import Access, ChatEndpoint
 from r3train.chat.base import ChatAnswer, ChatRequest
+from r3train.config.agent_settings import AgentSection
 
 TOOL = {
     "type": "function",
@@ -53,8 +54,11 @@ class Script:
 
 @asynccontextmanager
 async def opened(script: Any, **settings: Any) -> AsyncIterator[tuple[ChatEndpoint, Access]]:
-    """A chat endpoint with one session that ``script`` answers."""
-    endpoint = ChatEndpoint(**settings)
+    """A chat endpoint with one session that ``script`` answers; settings: of ``ChatEndpoint``, and --agent-NAME as NAME."""
+    names = settings.keys() & {"idle_s", "other_key", "max_model_len"}
+    further = {name: settings.pop(name) for name in names}
+    section = AgentSection(**{f"agent_{name}": value for name, value in settings.items()})
+    endpoint = ChatEndpoint(section, **further)
     try:
         yield endpoint, await endpoint.open(script)
     finally:

@@ -638,7 +638,7 @@ async def test_a_port_that_is_taken_is_refused_in_one_line():
     async with opened(Script()) as (_, access):
         port = int(access.base_url.rsplit(":", 1)[1].removesuffix("/v1"))
         with pytest.raises(ValueError, match=f"--agent-port {port}: cannot listen there"):
-            await ChatEndpoint(port=port).start()
+            await ChatEndpoint(AgentSection(agent_port=port)).start()
 
 
 async def test_a_body_is_not_kept_beyond_its_answer():
