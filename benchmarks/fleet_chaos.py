@@ -53,7 +53,7 @@ JOB = (
 
 @dataclass(frozen=True)
 class Event:
-    """What happens so many seconds after a step has been written."""
+    """An event, so many seconds after a step has been written."""
 
     step: int
     seconds: float
@@ -199,7 +199,7 @@ def train(
 
 
 def problems(run_dir: Path, weights: bytes | None, steps: int) -> list[str]:
-    """What is wrong with a job that has ended; weights: those that it must have trained."""
+    """Return the faults of a job that has ended; weights: those that it must have trained."""
     records = prompt_log.read([run_dir])
     found = [f"{what}: {values}" for what, values in prompt_log.audit(records).items() if values]
     groups = [group for record in records for group in record["group_ids"]]

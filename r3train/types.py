@@ -494,12 +494,12 @@ class Fingerprint(int):
 class ReplayEvidence:
     """One router call of one rank, or the sum of several.  Counted on the device, read once per step.
 
-    A sum is of calls in which nothing is wrong (see ``proof.judge.sums_of``): its counts and its
+    A sum is of calls in which nothing is wrong (see ``proof.step_verdict.sums_of``): its counts and its
     fingerprint are theirs together, and its microbatch is the first of theirs.
 
     A record of stream sampling_mask is one application of sampling masks to logits.  A row is replayed if only its
     sampling masks were left, filled if its label is nobody's draw, native if a sampled label has no sampling mask, and duplicate if its label was not
-    among them.  ``replay_idx_sum`` is the number of sampling masks that were served, ``map_sum`` that of the
+    among them.  ``replay_idx_sum`` is the number of sampling masks that were applied, ``map_sum`` that of the
     tokens that were left.  rows_equal: the trainer's own likeliest tokens, as many as were kept, are the
     same set; rows_mismatch: its likeliest token was not kept.
 
@@ -526,7 +526,7 @@ class ReplayEvidence:
     rows_native: Amount  # real rows whose experts the router chose itself: must be 0
     duplicate_rows: Amount  # rows that dispatch to fewer than topk experts: must be 0
     topk: Amount  # K
-    replay_idx_sum: Amount  # sum of the expert ids that were served
+    replay_idx_sum: Amount  # sum of the expert ids that were replayed
     map_sum: Amount  # routing_map.sum(): must be num_rows * topk
     fingerprint: Fingerprint  # of the real recorded slots in the returned map
     rows_equal: Amount  # fully recorded rows whose own top-k in the trainer is the same set

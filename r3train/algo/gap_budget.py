@@ -5,7 +5,7 @@ same tokens by the same policy:
 
     server     as it was sampled -> as the same server computes it again
     kernels    the server -> the actor at equal weights, with the server's experts replayed
-    routing    the actor with the server's experts -> with those of its own routers; replay removes it
+    routing    the actor with the server's experts -> with those that its routers choose; replay removes it
     cache      the server on a cached prefix -> without one
     staleness  tokens of older weights -> tokens of the actor's own
     rest       what is left
@@ -37,7 +37,7 @@ _TOTAL, _AGE = "train/log_prob_gap_", "_age_"
 class CanaryLogProbs:
     """Log-probs of the canary texts at one weight version, scored by servers and actor: float[N] of the same tokens.
 
-    server: without a cached token; actor: with the server's experts replayed; live: by its own routers.
+    server: without a cached token; actor: with the server's experts replayed; live: without replay.
     early, warm: of the texts' later halves, on an empty cache and on the cached first half.  None is not measured.
     """
 

@@ -1,4 +1,4 @@
-"""A finished run judged again from the records of all its ranks, by the judge of the running job.
+"""A finished run judged again from the records of all its ranks, by the verdict of the running job.
 
 Four claims, kept apart (applied, covered, agreement, recheck), with agents custody and with canaries served, and three outcomes: passed, failed with the
 place, and no evidence, which is never a pass.  The steps are read in the order of ``steps.jsonl``, one
@@ -39,12 +39,12 @@ from r3train.config.files import read_toml
 from r3train.observe.metrics import METRICS_FILE
 from r3train.proof.controls import beaten_by
 from r3train.proof.custody_verdict import judge_custody
-from r3train.proof.judge import (
+from r3train.proof.step_verdict import (
     agreement_shares,
     Cell,
     Failure,
     FORWARD,
-    judge,
+    judge_step,
     misaligned,
     controls_pass,
     agreement_counts,
@@ -136,7 +136,7 @@ class _Step:
         return Finding(claim, what, self.line.step, *place, **values, attempt=attempt)
 
     def failed(self, claim: str, f: Failure) -> Finding:
-        """A finding of a failure of the judge."""
+        """A finding of a failure of the verdict."""
         shown = hex if f.what == "fingerprint" else str
         exact = f.what != "rows_current_mismatch" and (claim != RECHECK or "version" in f.what)
         values = {
@@ -256,7 +256,9 @@ class _RunAudit:
             suspicions = self._suspicions.setdefault(
                 line.attempt, Suspicions(line.suspect_limit, line.calibrating)
             )
-            verdict = judge(totals, line, shape, mismatch_threshold=limit, suspicions=suspicions)
+            verdict = judge_step(
+                totals, line, shape, mismatch_threshold=limit, suspicions=suspicions
+            )
             if line.recheck is not None or compared:
                 missed = line.recheck.missed if line.recheck else 0
                 verdict = replace(verdict, recheck=judge_recheck(compared, missed, suspicions))
@@ -557,7 +559,7 @@ class _RunAudit:
 
 
 def _findings(step: _Step) -> Iterator[Finding]:
-    """Yield a step's failures: what the judge of the running job finds in the records that are left."""
+    """Yield a step's failures: what ``judge_step`` finds in the records that are left."""
     if not step.lost:
         failures = step.verdict.failures
         short = {_cell(f) for f in failures if f.what == "num_calls" and f.got < f.expected}

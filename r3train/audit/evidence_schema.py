@@ -24,7 +24,7 @@ from msgspec import Meta
 from r3train.config.files import bounded_lines, open_regular
 from r3train.data.rotated_files import parts_of
 from r3train.proof.custody_verdict import CustodyRecord
-from r3train.proof.judge import (
+from r3train.proof.step_verdict import (
     Custody,
     EVIDENCE_VERSION,
     Failure,

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from r3train.proof.judge import place_name
+from r3train.proof.step_verdict import place_name
 from r3train.proof.verdicts import FAILED, NO_EVIDENCE, PASSED, SUSPECT
 from r3train.types import ROUTES
 

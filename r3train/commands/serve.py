@@ -20,7 +20,7 @@ from r3train.config.options import parse_train_flags, usage_errors
 from r3train.config.sources import ConfigError, printable
 from r3train.cuda_environment import visible_gpus
 from r3train.hf_checkpoint import check_export
-from r3train.launch.gpus import is_follower, served_gpus
+from r3train.launch.gpus import is_follower, gpu_flags
 from r3train.launch.start.local_servers import build_server
 from r3train.engine.backend import EngineError
 from r3train.engine.key import ENGINE_KEY_VARIABLE, engine_api_key
@@ -95,7 +95,7 @@ def serve(
             raise ConfigError("--rollout-weights fp8: a run starts its servers of fp8 itself")
         server_args: dict[str, object] = dict(config.rollout.sglang)
         check_server_flags(server_args, replay=config.replay.use_rollout_routing_replay)
-        server_args |= served_gpus(
+        server_args |= gpu_flags(
             server_args,
             num_gpus=num_gpus,
             local_index=local_index,

@@ -76,7 +76,7 @@ class CheckpointSection(Section):
     is built."""
     ci_inject_rollout_data_path: Annotated[
         Path | None,
-        requires("has_engines: it is held against what servers generate"),
+        requires("has_engines: it is compared with what servers generate"),
         excludes("route_stores: the recorded routes are on rank 0"),
     ] = Field(default=None, strict=False)
     """Train from the dumped rollouts in this directory while servers generate the same rollouts, which must

@@ -1,4 +1,4 @@
-"""Messages and tools of rows and environments: read as agents' requests are, and held against their rendering."""
+"""Messages and tools of rows and environments: read as agents' requests are, and compared with their rendering."""
 
 from __future__ import annotations
 

@@ -212,7 +212,7 @@ def check_tuned_experts(
     Without them SGLang takes blocks of a rule of thumb, and its log alone says so.  Silent where no card is known, for
     servers elsewhere whose size the configuration does not tell, and for other kernels.
     """
-    experts = None if card is None else served_experts(config, hf)
+    experts = None if card is None else server_experts(config, hf)
     sglang = find_spec("sglang")
     if experts is None or sglang is None:
         return
@@ -227,7 +227,7 @@ def check_tuned_experts(
     yield warning("tuned experts", text, remedy)
 
 
-def served_experts(config: RunConfig, hf: HfModelFacts) -> tuple[int, int] | None:
+def server_experts(config: RunConfig, hf: HfModelFacts) -> tuple[int, int] | None:
     """Return the experts that a server's GPU holds, and their columns there; None if not told, or not Triton's.
 
     Source: SGLang 0.5.23, ``try_get_optimal_moe_config``, ``shared_experts_fusion_disable_reason``.

@@ -19,7 +19,7 @@ from r3train.launch.estimate.memory_use import (
     amount,
     evidence_bytes,
     evidence_text,
-    served_bytes,
+    server_bytes,
     server_fraction,
     stages,
     training_checkpoint_bytes,
@@ -47,7 +47,7 @@ def check_room(config: RunConfig, node: Node) -> Findings:
     weights = model.total.total * value_bytes(config)
     files = {"weights for the servers": 2 * weights} if mode == "disk" else {}
     if config.serves_fp8:
-        files["the servers' checkpoint"] = served_bytes(config, model)
+        files["the servers' checkpoint"] = server_bytes(config, model)
     yield from check_disk("run directory", run_dir, {"logs and evidence": 256 << 20} | files)
     if config.checkpoint.save is not None:
         # the new one is complete before the old one goes

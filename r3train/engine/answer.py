@@ -83,7 +83,7 @@ class Answer(Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """Facts of a request as it was sent: its answer is held against these and ``Request``.
+    """Facts of a request as it was sent: its answer is compared with these and ``Request``.
 
     None is not known.
     """

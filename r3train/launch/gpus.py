@@ -99,7 +99,7 @@ def server_gpus(config: RunConfig, *, num_ranks: int, num_visible: int) -> list[
     return found
 
 
-def served_gpus(
+def gpu_flags(
     flags: Mapping[str, object], *, num_gpus: int | None, local_index: int, num_visible: int
 ) -> dict[str, object]:
     """Return the flags that give a ``r3train serve`` its own GPUs on its node; {} without GPUs.

@@ -55,7 +55,7 @@ from r3train.loop.train_rollout import train_rollout, Trained
 from r3train.loop.weight_update import WeightUpdate
 from r3train.observe.metrics import RolloutsWithoutAdvantage
 from r3train.observe.profiler import StepProfiler
-from r3train.proof.judge import StepVerdict
+from r3train.proof.step_verdict import StepVerdict
 from r3train.proof.writer import EvidenceWriter
 
 if TYPE_CHECKING:

@@ -45,7 +45,7 @@ from r3train.layout.microbatch import Streams
 from r3train.loop.distribute import broadcast_json, distribute_slices
 from r3train.loop.fleet import RankZero
 from r3train.loop.prepare import build_microbatches, deal_samples
-from r3train.proof.judge import Served, StepTotals
+from r3train.proof.step_verdict import Served, StepTotals
 from r3train.proof.served_verdict import (
     CanaryNoise,
     CanaryStart,

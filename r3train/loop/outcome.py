@@ -10,7 +10,7 @@ from r3train.host_group import host_barrier
 from r3train.loop.distribute import broadcast_json
 from r3train.loop.run_state import RunState
 from r3train.loop.train_rollout import Trained
-from r3train.proof.judge import StepVerdict
+from r3train.proof.step_verdict import StepVerdict
 from r3train.user_code import UserCodeFailed
 
 

@@ -41,7 +41,7 @@ from r3train.loop.recorded import (
     decoded_sampling_mask,
     Recorded,
 )
-from r3train.proof.judge import Place, StepExpectation, StreamExpectation, expected_calls
+from r3train.proof.step_verdict import Place, StepExpectation, StreamExpectation, expected_calls
 from r3train.routing.layers import layers_with_recomputed, recomputed_moe_layers
 from r3train.types import (
     MicroBatch,

@@ -19,7 +19,7 @@ from r3train.loop.prepare import Prepared
 from r3train.loop.rollout_source import RolloutSource
 from r3train.loop.route_transport import Routes
 from r3train.proof.verdicts import FAILED, NO_EVIDENCE, PASSED, SUSPECT
-from r3train.proof.judge import StepVerdict
+from r3train.proof.step_verdict import StepVerdict
 from r3train.proof.live import LiveProof, StepClaims
 from r3train.proof.custody_verdict import CustodyRecord
 from r3train.proof.recheck_verdict import compare_rollout, log_probs_twice, RecheckRecord

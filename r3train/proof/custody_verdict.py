@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from r3train.chat.token_ledger import ledger_problems, SessionLedger
-from r3train.proof.judge import Custody
+from r3train.proof.step_verdict import Custody
 from r3train.proof.verdicts import FAILED, PASSED
 from r3train.types import Amount
 

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from r3train.host_group import host_barrier, host_group
-from r3train.proof.judge import (
-    judge,
+from r3train.proof.step_verdict import (
+    judge_step,
     misaligned,
     Served,
     step_line,
@@ -45,7 +45,7 @@ class StepClaims:
 class LiveProof:
     """Proof of a run's steps: by which rule they are judged, and where the evidence goes.
 
-    passes: those that replay; suspicions: see ``judge``; check_interval: rollouts between two steps that are judged.
+    passes: those that replay; suspicions: see ``judge_step``; check_interval: rollouts between two steps that are judged.
     """
 
     evidence: EvidenceWriter
@@ -107,7 +107,7 @@ class LiveProof:
     def _judge(
         self, totals: StepTotals, expectation: StepExpectation, claims: StepClaims
     ) -> StepVerdict:
-        verdict = judge(
+        verdict = judge_step(
             totals,
             expectation,
             self.shape,

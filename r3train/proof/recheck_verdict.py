@@ -5,7 +5,7 @@ prefill under the same weights, and rows and log-probs are compared with those t
 Prefill and decode round differently, so near a tie a router may choose another expert, and all that follows a little
 more often.  How often is measured at the start of generation, by answers that are rechecked at once, and by the run's first steps.
 
-A row differs if its set of experts does.  Three statistics of a step on each server are held against the usual ones (see
+A row differs if its set of experts does.  Three statistics of a step on each server are compared with the usual ones (see
 ``suspicion``): the share of decoded rows that differ, that of prefilled rows, and the mean difference of log-probs.  Two
 faults are gross, and fail at once: another weight version than the sample's, and a layer whose rows nearly all differ.
 """
@@ -21,7 +21,7 @@ import numpy as np
 from msgspec import Meta
 
 from r3train.layout.provenance import classes_of_tokens
-from r3train.proof.judge import Failure, Recheck
+from r3train.proof.step_verdict import Failure, Recheck
 from r3train.proof.suspicion import (
     bounded_mean,
     ROWS_OF_NOTHING,

@@ -1,11 +1,11 @@
 """served: after an update a server computes the function that the actor computes.
 
 A canary is a fixed text that every server scores, and goes on with eight tokens greedily; the actor scores both.  Six tests
-judge what they say:
+judge the scores:
 
     EARLY   the first request that could use a cached half of the text found nothing in the cache
     WARM    the same request, on the cached half, has the experts that were cached, and log-probs as near as usual
-    MOVED   a server does not say what it said under an earlier version, but for rounding, although the actor moved by more
+    MOVED   a server's scores are not those of an earlier version, but for rounding, although the actor moved by more
     BOUND   server and actor, which replays the server's experts, are as near as usual
     DECODED the same on the tokens that the server drew: a decode of other weights than the prefill is found by this alone
     ROUTER  the actor's own routers choose the server's experts, as often as usual
@@ -24,7 +24,7 @@ from typing import Annotated
 import numpy as np
 from msgspec import Meta
 
-from r3train.proof.judge import Served
+from r3train.proof.step_verdict import Served
 from r3train.proof.suspicion import (
     bounded_mean,
     ROWS_OF_NOTHING,
@@ -236,7 +236,7 @@ def compare_servers(
     router: tuple[int, int],
     suspicions: Suspicions,
 ) -> ServedRecord:
-    """Compare what a server says with all that is known of the texts.
+    """Compare a server's scores with all that is known of the texts.
 
     earlier: its scores under earlier versions.  router: rows of the actor, and those whose own choice was another.
     suspicions: of the updates before, of this start.
@@ -364,7 +364,7 @@ def served_failures(record: ServedRecord) -> list[tuple[str, str]]:
         if _stands_still(earlier, noise) and earlier.actor_moved >= _ACTOR_MOVED:
             fail(
                 "MOVED",
-                f"it says what it said under version {earlier.version}, and the actor moved on"
+                f"its scores are those of version {earlier.version}, and the actor moved on"
                 f" {earlier.actor_moved:.0%} of the tokens since",
             )
     if record.coverage.experts_used and not record.rows:
@@ -384,7 +384,7 @@ def _stands_still(earlier: Earlier, noise: CanaryNoise) -> bool:
 
 
 def inconclusive(record: ServedRecord) -> int:
-    """Count the earlier versions of which a server said the same while the actor hardly moved either."""
+    """Count the earlier versions whose scores a server gave again while the actor hardly moved either."""
     return sum(
         _stands_still(earlier, record.noise) and earlier.actor_moved < _ACTOR_MOVED
         for earlier in record.earlier

@@ -1,7 +1,7 @@
 """Statistical claims: rounding, or a fault that lasts?
 
 On GPUs two sound passes of one text are not equal: kernels depend on the batch, and prefill and decode round otherwise.  So a
-statistic of their difference (a mean of |log-prob difference|, a share of rows) is held against what is usual for it on this
+statistic of their difference (a mean of |log-prob difference|, a share of rows) is compared with what is usual for it on this
 server, and no single value fails.  A cumulative sum grows while the statistic is more than twice the usual, by 1 a step at
 most, and falls by as much otherwise:
 

@@ -18,7 +18,7 @@ from typing import TextIO
 from r3train.config.files import naming, open_regular
 from r3train.data import rotated_files
 from r3train.data.json_lines import append_lines, cut_truncated_line
-from r3train.proof.judge import sums_of
+from r3train.proof.step_verdict import sums_of
 from r3train.proof.custody_verdict import CustodyRecord
 from r3train.proof.recheck_verdict import RecheckRecord
 from r3train.proof.served_verdict import ServedRecord

@@ -1,4 +1,4 @@
-"""R3 in every topology, held against two oracles that must also catch planted bugs.
+"""R3 in every topology, compared with two oracles that must also catch planted bugs.
 
 ``r3train verify`` runs one small batch with *given* routes through the production actor in each
 topology and compares routes, forward, loss, gradients, optimizer steps and exported weights with

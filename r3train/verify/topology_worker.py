@@ -49,7 +49,7 @@ from r3train.launch.job.resume import ResumePoint  # noqa: E402
 from r3train.loop.prepare import Plant, Preparation  # noqa: E402
 from r3train.loop.route_transport import RoutesOnRank0  # noqa: E402
 from r3train.loop.distribute import broadcast_json, gather_json, gather_topologies  # noqa: E402
-from r3train.proof.judge import StepExpectation  # noqa: E402
+from r3train.proof.step_verdict import StepExpectation  # noqa: E402
 from r3train.proof.live import LiveProof  # noqa: E402
 from r3train.proof.writer import EvidenceWriter  # noqa: E402
 from r3train.trainer.megatron.actor import MegatronActor  # noqa: E402

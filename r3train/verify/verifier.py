@@ -262,7 +262,7 @@ class Verifier:
     def _measure_noise(self) -> dict[int, float]:
         """Return the largest error, by phase, of runs that must agree.
 
-        The actor with its microbatches permuted is held against itself, and every baseline against
+        The actor with its microbatches permuted is compared with itself, and every baseline with
         the float64 oracle.
         """
         noise: dict[int, float] = {}

@@ -203,7 +203,7 @@ def test_adapters_on_the_server_where_each_answer_has_one_version(task, tmp_path
 def test_retracting_updates_without_replay_train_each_token_of_a_session_once(
     task, tmp_path, monkeypatch
 ):
-    """R3 and this mode are refused together, so there is no evidence: the dumped samples are held against the calls."""
+    """R3 and this mode are refused together, so there is no evidence: the dumped samples are compared with the calls."""
     monkeypatch.setenv(TOKENS, "80")
     flags = [*flags_of(task, *LONG), "--pause-generation-mode", "retract"]
     flags += ["--max-weight-staleness", "1"]

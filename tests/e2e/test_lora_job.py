@@ -34,7 +34,7 @@ ADAPTERS = ("--lora-rank", "4", "--lora-alpha", "8", "--exclude-modules", "o_pro
 
 @pytest.fixture(scope="module")
 def merged_job(tmp_path_factory, tiny_flags) -> jobs.Job:
-    """Two ranks that share the experts; every update is held against the actor, bit for bit."""
+    """Two ranks that share the experts; every update is compared with the actor, bit for bit."""
     run_dir = tmp_path_factory.mktemp("merged") / "run"
     return jobs.run(
         run_dir,

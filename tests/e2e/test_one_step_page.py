@@ -28,8 +28,8 @@ def named_files(text: str) -> set[str]:
 
 
 def test_a_name_behind_another_is_of_its_room():
-    text = "`loop/intake.py`, `prepare.py`, and `ids.py`; `proof/judge.py`, `nobody.py`"
-    expected = {"loop/intake.py", "loop/prepare.py", "ids.py", "proof/judge.py", "nobody.py"}
+    text = "`loop/intake.py`, `prepare.py`, and `ids.py`; `proof/step_verdict.py`, `nobody.py`"
+    expected = {"loop/intake.py", "loop/prepare.py", "ids.py", "proof/step_verdict.py", "nobody.py"}
     assert named_files(text) == expected
 
 

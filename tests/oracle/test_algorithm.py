@@ -1,4 +1,4 @@
-"""Whole jobs with every setting of the learning rule off its default, held against float64.
+"""Whole jobs with every setting of the learning rule off its default, compared with float64.
 
 Recorded rollouts go through ``train_async.py --replay-rollouts`` in several topologies: unequal lengths,
 holes in the loss mask, an empty answer, a group whose rewards are equal, last tokens without

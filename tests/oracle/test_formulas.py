@@ -1,4 +1,4 @@
-"""The formulas of the learning rule on rows without a model, held against the float64 oracle.
+"""The formulas of the learning rule on rows without a model, compared with the float64 oracle.
 
 Rewards, advantages, the loss, its gradient and its metrics, for every rule of ``rule_pairs`` and of ``test_algorithm``; then
 with each line of ``changed_formulas``, which must show.  No ranks: what topologies do is in whole jobs.

@@ -1,7 +1,7 @@
 """The load-balancing loss under replay sees real rows only, on ranks with padding and without.
 
 Two tensor-parallel ranks with sequence parallelism; the pack's padding all lies on the second.  The
-router's gradient, summed over both, is held against the loss's formula over the real rows.
+router's gradient, summed over both, is compared with the loss's formula over the real rows.
 """
 
 from __future__ import annotations

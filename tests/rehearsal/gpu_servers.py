@@ -36,7 +36,7 @@ from r3train.config import RunConfig
 from r3train.families.read_facts import read_hf_facts
 from r3train.cpu.torchvision_stub import declare_torchvision_ops
 from r3train.engine.server import SGLangServer
-from r3train.launch.gpus import served_gpus
+from r3train.launch.gpus import gpu_flags
 from r3train.launch.start.local_servers import build_server, _server_args
 from tests.published import MOE_RECIPES, Recipe, write_config
 
@@ -179,7 +179,7 @@ def server_of(recipe: Recipe, directory: Path) -> SGLangServer:
         args: dict[str, object] = dict(config.rollout.sglang)
         if nodes:
             args |= {"nnodes": int(nodes), "node_rank": 0, "dist_init_addr": "node:25000"}
-        args |= served_gpus(args, num_gpus=int(gpus), local_index=0, num_visible=8)
+        args |= gpu_flags(args, num_gpus=int(gpus), local_index=0, num_visible=8)
     else:
         args = _server_args(config, 0, [range(4, 8)])
     hf = read_hf_facts(model)

@@ -3,7 +3,7 @@
     python -m tests.rehearsal.real_size REPORT RECIPE[:RANK,RANK...][?KEY=NUMBER] ...
 
 ``build_model`` is production's.  It loads from tensors that have the checkpoint's names and
-shapes and no content; instead of a scatter, the part for this rank is held against its parameter.
+shapes and no content; instead of a scatter, the part for this rank is compared with its parameter.
 Layers are those that run on CUDA, of ``stand_ins/transformer_engine.py`` on PYTHONPATH.  KEY of config.json
 gets another NUMBER for the actor only.
 

@@ -17,7 +17,7 @@ import pytest
 from r3train.config import RunConfig
 from r3train.families.read_facts import read_hf_facts
 from r3train.launch.job.finding import OK
-from r3train.doctor.kernels import CARDS as CARD_NAMES, check_tuned_experts, served_experts
+from r3train.doctor.kernels import CARDS as CARD_NAMES, check_tuned_experts, server_experts
 from r3train.families.published import PUBLISHED
 from r3train.launch.estimate.memory_use import server_fraction
 from r3train.engine.refusals import UNRECORDED_BACKENDS
@@ -108,7 +108,7 @@ def test_the_doctor_looks_for_the_file_of_tuned_experts_that_sglang_looks_for(ca
         server, config = reports[card]["servers"][recipe.file], RunConfig.from_toml(recipe.path)
         if not config.rollout.rollout_external_engine_addrs or "tp_size" in config.rollout.sglang:
             hf = read_hf_facts(PUBLISHED / recipe.model)
-            assert list(served_experts(config, hf)) == server["experts"], recipe.file
+            assert list(server_experts(config, hf)) == server["experts"], recipe.file
             found = check_tuned_experts(config, hf, CARD_NAMES[card], {})
             assert [each.level == OK for each in found] == [server["is_tuned"]], recipe.file
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from r3train.proof.custody_verdict import CustodyRecord, judge_custody
-from r3train.proof.judge import (
+from r3train.proof.step_verdict import (
     expected_calls,
-    judge,
+    judge_step,
     Place,
     step_line,
     StepExpectation,
@@ -222,7 +222,7 @@ def write_run(
                     totals.add(call)
             speaking = set(range(ranks)) - set(silent)
             expectation = expectation_of(step, speaking, microbatches)
-            verdict = judge(
+            verdict = judge_step(
                 totals, expectation, SHAPE, mismatch_threshold=0.02, suspicions=suspicions
             )
             for rank, writer in enumerate(writers):

@@ -226,7 +226,7 @@ def stages(config: RunConfig, model: Model, world_size: int) -> list[StageRanks]
                 ranks=range(number * each, (number + 1) * each),
                 held=_held(config, parameters, world_size),
                 passes=pass_bytes(config, model, number, chunks, has_head=is_last),
-                update=min(update, served_bytes(config, model)),
+                update=min(update, server_bytes(config, model)),
             )
         )
     return found
@@ -244,7 +244,7 @@ def host_bytes(
 
     on_gpus: GPUs are here; a recipe for NCCL is judged as on them.
     """
-    weights = served_bytes(config, model)
+    weights = server_bytes(config, model)
     own_servers = config.has_engines and not config.rollout.has_external_servers
     host = {
         "processes": (num_ranks + own_servers) * PROCESS_BYTES,
@@ -270,7 +270,7 @@ def value_bytes(config: RunConfig) -> int:
     return 2 if config.model.bf16 else 4
 
 
-def served_bytes(config: RunConfig, model: Model) -> int:
+def server_bytes(config: RunConfig, model: Model) -> int:
     """Bytes of all weights as a server holds them; the scales of fp8 are a 4096th of its numbers."""
     saved = model.quantised if config.serves_fp8 else 0
     return model.total.total * value_bytes(config) - saved
@@ -427,7 +427,7 @@ def estimate_server(
 ) -> ServerEstimate:
     """One server of the run: those of several GPUs split weights and keys, and every GPU has all of MLA's."""
     rollout, value = config.rollout, value_bytes(config)
-    weights = served_bytes(config, model)
+    weights = server_bytes(config, model)
     budget = server_fraction(config, gpu_bytes) * gpu_bytes - SERVER_BYTES
     gpus, is_given = server_size(rollout.sglang), True
     if gpus is None:  # the fewest that leave a third of their room to the pool

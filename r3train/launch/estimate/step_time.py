@@ -14,7 +14,7 @@ from r3train.launch.estimate.memory_use import (
     OFFLOADED_BYTES,
     ServerEstimate,
 )
-from r3train.launch.estimate.memory_use import gpus_in_words, served_bytes
+from r3train.launch.estimate.memory_use import gpus_in_words, server_bytes
 from r3train.loop.throughput import active_parameters, attention_width, forward_passes
 
 # by a GPU's memory in 10^9 bytes: the card, its FLOP/s in bfloat16, bytes per second of its memory
@@ -66,7 +66,7 @@ def step_time(
     passes = forward_passes(config) + (config.model.recompute_granularity == "full")
     adam = held.offloaded / OFFLOADED_BYTES * config.steps_per_rollout
     away = (held.weights + held.optimizer) * rollout.colocate
-    weights, mode = served_bytes(config, model), trainer.update_weight_transfer_mode
+    weights, mode = server_bytes(config, model), trainer.update_weight_transfer_mode
     if mode == "shared_memory":
         publish = _by_memory(config, model, weights, server.gpus)
     else:

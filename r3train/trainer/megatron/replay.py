@@ -166,7 +166,7 @@ class RouterReplay:
         experts: torch.Tensor,
         actor_experts: torch.Tensor,
     ) -> None:
-        """Show the served experts and the router's own top-k, int64[m, K] each, to the recorder and the drift."""
+        """Show the replayed experts and the router's own top-k, int64[m, K] each, to the recorder and the drift."""
         manager = self._manager
         if manager.recorder is not None:
             manager.recorder.note_choice(Choice(self.layer_number, scores, experts, actor_experts))
@@ -359,7 +359,7 @@ class RoutingReplayManager:
             self.recorder.clear()
         self.end_pass()
 
-    # -- served to routers -------------------------------------------------------------------
+    # -- given to routers --------------------------------------------------------------------
 
     def current_microbatch(self, vp_stage: int) -> int | None:
         """Return the microbatch of the router call in progress, None outside a pass."""

@@ -42,11 +42,11 @@ _TOGETHER = 16
 
 @dataclass
 class Choice:
-    """The experts that the replay object served in the call in progress, and the router's own."""
+    """The experts that the replay object gave in the call in progress, and the router's own."""
 
     layer_number: int
     scores: torch.Tensor  # float[m, E]
-    experts: torch.Tensor  # int64[m, K], served
+    experts: torch.Tensor  # int64[m, K], replayed
     actor_experts: torch.Tensor  # int64[m, K], the trainer's own top-k
 
 
@@ -141,7 +141,7 @@ class CallRecorder:
         self._seen, self._staged = [], None
 
     def note_choice(self, choice: Choice) -> None:
-        """Keep the served experts; ``record`` compares the returned map with them."""
+        """Keep the replayed experts; ``record`` compares the returned map with them."""
         self._choice = choice
 
     @torch.no_grad()
@@ -157,7 +157,7 @@ class CallRecorder:
     ) -> None:
         """Note one call and the routing map that the router returned; it is counted with its neighbours.
 
-        routing_map: bool[m, E].  In a call without a served choice the router chose for itself.
+        routing_map: bool[m, E].  In a call without a replayed choice the router chose for itself.
         """
         choice, self._choice = self._choice, None
         if choice is not None and choice.layer_number != layer_number:
@@ -217,12 +217,12 @@ class CallRecorder:
             "fingerprint": hashes.sum((1, 2)),
         }
         if seen[0].experts is not None:
-            self._count_served(seen, staged, columns, layers, values)
+            self._count_replayed(seen, staged, columns, layers, values)
         counters = _vector(values)
         for i, one in enumerate(seen):
             one.call.counters = counters[i]
 
-    def _count_served(
+    def _count_replayed(
         self,
         seen: list[_Seen],
         staged: StagedRoutes,
@@ -230,7 +230,7 @@ class CallRecorder:
         layers: torch.Tensor,
         values: dict[str, torch.Tensor],
     ) -> None:
-        """Add the counters of calls that were served, and remove filled slots and padding rows from the fingerprint."""
+        """Add the counters of calls that were replayed, and remove filled slots and padding rows from the fingerprint."""
         experts = torch.stack([s.experts for s in seen])  # [l, m, K]
         actor_experts = torch.stack([s.actor_experts for s in seen])
         recorded = _layer_routes(staged, columns) != staged.marker

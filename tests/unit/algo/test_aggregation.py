@@ -1,4 +1,4 @@
-"""Weights of samples in the loss, held against the means that they stand for."""
+"""Weights of samples in the loss, compared with the means that they stand for."""
 
 from dataclasses import replace
 

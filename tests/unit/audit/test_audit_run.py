@@ -372,8 +372,8 @@ def test_a_running_job_is_judged_by_the_steps_that_were_whole_at_the_beginning(
             write_run(run, range(4, 9))
         return judge(*args, **how)
 
-    judge = module.judge
-    monkeypatch.setattr(module, "judge", judge_and_train)
+    judge = module.judge_step
+    monkeypatch.setattr(module, "judge_step", judge_and_train)
     audit = audit_run(run)
     assert judged == [0, 1, 2, 3] and audit.verdict == "passed", audit.findings
     assert audit.numbers == whole.numbers

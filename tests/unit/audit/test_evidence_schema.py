@@ -17,7 +17,7 @@ from r3train.audit.evidence_schema import (
     STEPS,
 )
 from r3train.config import files
-from r3train.proof.judge import EVIDENCE_VERSION
+from r3train.proof.step_verdict import EVIDENCE_VERSION
 from tests.unit.evidence_dirs import comparison, write_run
 
 RANK, OF_STEPS, RECHECKED = (

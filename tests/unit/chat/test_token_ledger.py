@@ -16,7 +16,7 @@ from r3train.audit.evidence_schema import SESSIONS
 from r3train.chat.token_ledger import session_ledgers, ledger_problems
 from r3train.loop.rollout_file import read_samples, write_samples
 from r3train.proof.custody_verdict import CustodyRecord, judge_custody
-from r3train.proof.judge import StepVerdict
+from r3train.proof.step_verdict import StepVerdict
 from r3train.types import RolloutSample
 
 

@@ -100,7 +100,7 @@ def test_evidence_without_room_on_disk_is_known_before_it_is_written(kind, free,
 def test_the_run_directory_has_room_for_the_checkpoint_of_servers_of_fp8(
     fields, level, tiny, monkeypatch
 ):
-    monkeypatch.setattr(memory, "served_bytes", lambda config, model: 2 * GIB)
+    monkeypatch.setattr(memory, "server_bytes", lambda config, model: 2 * GIB)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=GIB))
     (found,) = of(diagnose(config_of(tiny, **fields), 2), "run directory")
     assert found.level == level

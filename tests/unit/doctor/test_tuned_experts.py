@@ -71,7 +71,7 @@ def test_a_folder_of_the_users_own_counts_in_place_of_sglangs(tmp_path):
 )
 def test_experts_of_a_gpu_follow_from_the_servers_flags(sglang, expected, tmp_path):
     config, hf = recipe(tmp_path, "glm_4_7_flash_one_node", **sglang)
-    assert kernels.served_experts(config, hf) == expected
+    assert kernels.server_experts(config, hf) == expected
 
 
 def test_nothing_is_said_of_an_unknown_card_or_a_server_of_unknown_size(tmp_path):

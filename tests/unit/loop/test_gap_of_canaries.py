@@ -18,7 +18,7 @@ def scores(log_probs: list[float], cached: int = 0) -> Scores:
 
 
 def read(server: int, off: float, cold: float) -> tuple[ServerScores, list[np.ndarray]]:
-    """A text of 8 tokens: the actor is ``off`` above the server, twice that by its own routers, the cache ``cold`` below."""
+    """A text of 8 tokens: the actor is ``off`` above the server, twice that without replay, the cache ``cold`` below."""
     whole = [0.0, -1.0, -2.0, -3.0, -4.0, -5.0, -6.0, -7.0]
     half = [0.0, *whole[5:]]
     both = CanaryScores(

@@ -10,7 +10,7 @@ from torch.distributed import HashStore
 from r3train.host_group import join_ranks, leave_ranks
 from r3train.loop.outcome import POLICIES, settle
 from r3train.loop.train_rollout import Trained
-from r3train.proof.judge import Failure, StepVerdict
+from r3train.proof.step_verdict import Failure, StepVerdict
 from r3train.user_code import UserCodeFailed
 
 REPLAY = StepVerdict(

@@ -22,7 +22,7 @@ from r3train.generation.environment_loop import EnvironmentLoop
 from r3train.layout.microbatch import slice_microbatch
 from r3train.loop.prepare import data_rank_of_samples, Preparation, record_samples
 from r3train.loop.rollout_file import read_samples, write_samples
-from r3train.proof.judge import StepTotals, judge
+from r3train.proof.step_verdict import StepTotals, judge_step
 from r3train.routing.fingerprint import kept_hashes, route_hashes, to_unsigned
 from r3train.types import (
     RankSlice,
@@ -222,7 +222,7 @@ def failures_of_sampling_mask(
     for call in recorder.collect(3):
         totals.add(call)
     recorded = record_samples(samples, data_rank_of_samples(ready.steps), 1, LAYERS)
-    verdict = judge(totals, ready.expectation(recorded), ROUTES, mismatch_threshold=1.0)
+    verdict = judge_step(totals, ready.expectation(recorded), ROUTES, mismatch_threshold=1.0)
     return {f.what for f in verdict.failures if f.stream == SAMPLING_MASK}
 
 

@@ -81,7 +81,7 @@ def swapped_rows(rows: np.ndarray) -> np.ndarray:
 
 
 def moved(server: int, off=1e-3, earlier=None, **noise) -> ServedRecord:
-    """A server that says what it said under version 6, while the actor moved."""
+    """A server that gives the scores of version 6, while the actor moved."""
     still = served.read(6, server=server, of=earlier or served.canary_scores(7), actor=actor(off))
     wide = replace(served.EXACT, **{"gap_mean": 0.05, "gap_max": 0.5, **noise})
     return served.record(served.read(server=server), earlier=[still], noise=wide)

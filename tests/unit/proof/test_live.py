@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from r3train.host_group import join_ranks, leave_ranks
 from r3train.audit.audit_run import audit_run
-from r3train.proof.judge import StepTotals
+from r3train.proof.step_verdict import StepTotals
 from r3train.proof.live import LiveProof, StepClaims
 from r3train.proof.writer import EvidenceWriter, rank_file, STEPS_FILE
 from tests.unit.evidence_dirs import (

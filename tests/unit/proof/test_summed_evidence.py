@@ -15,7 +15,7 @@ import torch.distributed as dist
 from r3train.data import rotated_files
 from r3train.host_group import join_ranks, leave_ranks
 from r3train.audit.audit_run import audit_run
-from r3train.proof.judge import StepTotals, sums_of
+from r3train.proof.step_verdict import StepTotals, sums_of
 from r3train.proof.live import LiveProof
 from r3train.proof.suspicion import Suspicions
 from r3train.proof.writer import EvidenceWriter, rank_file

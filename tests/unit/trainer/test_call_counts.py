@@ -275,7 +275,7 @@ def test_a_router_that_chooses_for_itself_is_counted_as_native_among_others_that
     assert counts(found[10], wanted) == wanted
 
 
-def test_a_choice_that_another_layer_was_served_is_none_of_this_one():
+def test_a_choice_that_another_layer_was_given_is_none_of_this_one():
     s, calls = make_slice(2), Calls(2)
     calls.forward(s)
     calls.call(4)

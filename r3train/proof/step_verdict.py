@@ -1,7 +1,7 @@
 """One step's proof: router calls are added up, and the sums judged against the rollout's records.
 
-A running job and ``r3train check-evidence`` use the same reducer (``StepTotals``) and the same judge
-(``judge``).  "Passed" and "never ran" are different answers: calls are compared with the number
+A running job and ``r3train check-evidence`` use the same reducer (``StepTotals``) and the same verdict
+(``judge_step``).  "Passed" and "never ran" are different answers: calls are compared with the number
 expected, and a shortfall fails.
 """
 
@@ -440,7 +440,7 @@ class StepVerdict:
         return kind, f"R3 check failed at step {self.step}:\n  {shown}{rest}"
 
 
-def judge(
+def judge_step(
     totals: StepTotals,
     expectation: StepExpectation,
     shape: RouteShape,

@@ -12,13 +12,13 @@ from operator import attrgetter
 import pytest
 
 from r3train.proof.suspicion import Suspicions
-from r3train.proof.judge import (
+from r3train.proof.step_verdict import (
     agreement_shares,
     COUNTS,
     expected_calls,
     expert_id_sums,
     Failure,
-    judge,
+    judge_step,
     Recheck,
     StepExpectation,
     StepTotals,
@@ -132,7 +132,7 @@ def judged(calls, threshold: float = 0.03, limit: float = 1.0, **changes) -> Ste
     for call in calls:
         totals.add(call)
     first_fails = Suspicions(limit, calibrating=0)
-    return judge(
+    return judge_step(
         totals, expectation(**changes), SHAPE, mismatch_threshold=threshold, suspicions=first_fails
     )
 
@@ -369,7 +369,7 @@ def test_calls_of_a_pass_that_nobody_expected_fail():
     totals = StepTotals(SHAPE)
     for call in calls:
         totals.add(call)
-    verdict = judge(totals, only, SHAPE, mismatch_threshold=1.0)
+    verdict = judge_step(totals, only, SHAPE, mismatch_threshold=1.0)
     assert {(f.replay_pass, f.what, f.got, f.expected) for f in verdict.failures} == {
         ("ref_log_prob", "num_calls", 4, 0)
     }
@@ -408,7 +408,7 @@ def test_a_share_above_the_threshold_is_suspect_and_fails_where_it_lasts():
     for call in at(in_layer_2, mismatching(16), **PLACE):
         totals.add(call)
     for _ in range(5):
-        verdict = judge(
+        verdict = judge_step(
             totals, expectation(), SHAPE, mismatch_threshold=0.01, suspicions=suspicions
         )
         verdicts.append(verdict.verdict)
@@ -431,7 +431,7 @@ def test_a_share_that_is_wrong_from_the_first_step_on_does_not_become_usual():
         wrong = call.stream != SAMPLING_MASK and call.replay_pass == PLACE["replay_pass"]
         totals.add(replace(call, **mismatching(8)(call)) if wrong else call)
     for _ in range(24):
-        verdict = judge(
+        verdict = judge_step(
             totals, expectation(), SHAPE, mismatch_threshold=0.01, suspicions=suspicions
         )
         verdicts.append(verdict.verdict)
