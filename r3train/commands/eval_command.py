@@ -24,7 +24,7 @@ from r3train.observe.metrics import MetricsWriter
 from r3train.user_code import find_modules_here
 
 if TYPE_CHECKING:
-    from r3train.launch.start.engines import Engines
+    from r3train.launch.start.rollouts import GeneratedRollouts
 
 # fields that a configuration needs and an evaluation does not
 _UNUSED = ("--num-rollout", "1", "--rollout-batch-size", "1", "--prompt-data", "none")
@@ -65,7 +65,7 @@ def evaluate_command(checkpoint: Path, flags: tuple[str, ...]) -> None:
 def evaluate_job(job: Job, run_dir: Path) -> int:
     """Evaluate every set of a checked job on a server, and write it; returns the exit code."""
     # they import torch, which --help does without
-    from r3train.launch.start.engines import Engines
+    from r3train.launch.start import rollouts as generated, servers as of_run
     from r3train.loop.run_evaluations import write_evaluation
     from r3train.loop.route_transport import RoutesOnRank0
 
@@ -75,18 +75,20 @@ def evaluate_job(job: Job, run_dir: Path) -> int:
         display.note(f"run directory: {run_dir}")
         for warning in job.warnings:
             display.note(str(warning), style="yellow")
-        engines = Engines(job, run_dir, display, 0, RoutesOnRank0(None, ()))
-        parts.callback(engines.close)
+        servers = of_run.RunServers(job, run_dir, display, RoutesOnRank0(None, ()))
+        parts.callback(servers.close)
+        rollouts = generated.GeneratedRollouts(servers)
+        parts.callback(rollouts.close)
         try:
-            engines.start_server(num_ranks=0)
-            engines.wait_ready()
+            servers.start(num_ranks=0)
+            servers.wait_ready()
         except EngineError as error:
             display.error(error, run_dir / "logs")
             return 1
         metrics = parts.enter_context(MetricsWriter(run_dir, config.run.tensorboard))
-        for eval_set in engines.eval_sets():
+        for eval_set in rollouts.eval_sets():
             try:
-                rows = _rows(engines, eval_set, config, display)
+                rows = _rows(rollouts, eval_set, config, display)
             except (EngineError, ValueError) as error:
                 display.note(f"{eval_set.name} was not evaluated: {error}", style="red")
                 code = 1
@@ -112,17 +114,19 @@ def with_defaults(checkpoint: Path, flags: tuple[str, ...]) -> list[str]:
     return [*before, *words, "--hf-checkpoint", str(checkpoint), *_OVERRIDDEN]
 
 
-def _rows(engines: Engines, eval_set: EvalSet, config: RunConfig, display: RunDisplay) -> list[Row]:
+def _rows(
+    rollouts: GeneratedRollouts, eval_set: EvalSet, config: RunConfig, display: RunDisplay
+) -> list[Row]:
     total, done = len(eval_set.prompts) * eval_set.num_samples, 0
 
     async def run() -> list[Row]:
-        client = engines.make_client()
+        client = rollouts.make_client()
         try:
             room = asyncio.Semaphore(config.rollout.max_concurrency)
             begun = asyncio.Semaphore(config.max_sessions)
             return await evaluate(eval_set, client, None, lambda: room, on_answer, lambda: begun)
         finally:
-            await engines.end_sessions()
+            await rollouts.end_sessions()
             await client.aclose()
 
     def on_answer() -> None:

@@ -66,6 +66,11 @@ class Adapters:
         with self._lock:
             return sorted(self._uses)
 
+    @property
+    def newest(self) -> int:
+        """The newest loaded version."""
+        return self.versions[-1]
+
     @contextmanager
     def using(self, version: int | None) -> Iterator[None]:
         """Keep a version loaded inside the context; raises EngineError if it is not, or is None."""

@@ -1,7 +1,7 @@
 """The servers of a run by number: which are present, and the weight version that each holds.
 
 A number is given once, so evidence that names it names one life of one server: one that is started again, or was taken for lost, is
-another member.  External servers come and go like this, where the settings let them (``launch.start.door``):
+another member.  External servers come and go like this, where the settings let them (``launch.start.discovery``):
 
     numbered ---> joined ---------------> lost     it gave no sign of life, or failed a call
         |           |---> leaving ------> left     its address was taken back: its calls end first
@@ -32,7 +32,7 @@ class Change:
 
 
 class Members:
-    """The members of a run's fleet; thread-safe.
+    """The servers of a run; thread-safe.
 
     A server's version is None while it is unknown: before the first update of one that this job did not start, during
     every update, and after a failed one.  The training thread writes it through ``EngineControl``, the client reads.

@@ -19,7 +19,7 @@ rollout n is complete.  The actor's comes back from the host, and leaves again a
 room for weights, new weights, and room for their KV cache, before anything is asked of them.
 
 Weight versions up to n generate rollout n, and training it makes version n+1, which the servers
-hold before rollout n+1 trains.  Only rank 0 holds the engines, the display and the files.
+hold before rollout n+1 trains.  Only rank 0 holds the servers, the display and the files.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from r3train.host_group import host_barrier, rank_zero_alone
 from r3train.loop.canaries import Canaries, NotServed
 from r3train.loop.device_turns import Colocated, Disaggregated
 from r3train.loop.distribute import gather_topologies
-from r3train.loop.fleet import RankZero
+from r3train.loop.rank_zero import RankZero
 from r3train.loop.held_weights import HeldWeights
 from r3train.loop.step_metrics import memory_metrics, PhaseClock
 from r3train.loop.intake import Intake, Taken
@@ -87,15 +87,15 @@ class AsyncLoop:
 
     def __post_init__(self, plant: Plant | None) -> None:
         config, hf, actor, rank_zero = self.config, self.hf, self.actor, self.rank_zero
-        run_state, routes, fleet = self.run_state, self.routes, rank_zero and rank_zero.engines
+        run_state, routes, servers = self.run_state, self.routes, rank_zero and rank_zero.servers
         self._topologies = gather_topologies(actor.topology)
         comes_and_goes = config.rollout.rollout_engines_file is not None
         self._recovery = Recovery(
-            fleet, enabled=config.faults.max_engine_restarts > 0 or comes_and_goes
+            servers, enabled=config.faults.max_engine_restarts > 0 or comes_and_goes
         )
         self._turns = Disaggregated()
         if config.rollout.colocate:
-            self._turns = Colocated(config, actor, fleet, self._recovery)
+            self._turns = Colocated(config, actor, servers, self._recovery)
         self._canaries = None
         if config.canaries:
             self._canaries = Canaries(
@@ -222,7 +222,7 @@ class AsyncLoop:
 
     def _generate(self) -> None:
         if self.rank_zero is not None:
-            self._source = self.run_state.watch(self.rank_zero.engines.start_producer())
+            self._source = self.run_state.watch(self.rank_zero.rollouts.start_producer())
             self._intake.set_source(self._source)
         self._update.set_source(self._source)
 
@@ -340,7 +340,7 @@ class AsyncLoop:
         """The step's route bytes, on rank 0's client and beyond; a collective."""
         metrics = self.routes.metrics()
         if self.rank_zero is not None and self.config.replay.use_rollout_routing_replay:
-            now = self.rank_zero.engines.route_wire_bytes()
+            now = self.rank_zero.rollouts.route_wire_bytes()
             metrics["perf/route_wire_bytes_rank0"] = now - self._route_wire_bytes
             self._route_wire_bytes = now
         return metrics

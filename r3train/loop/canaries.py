@@ -43,7 +43,7 @@ from r3train.host_group import host_group, rank_zero_alone
 from r3train.ids import split_uids
 from r3train.layout.microbatch import Streams
 from r3train.loop.distribute import broadcast_json, distribute_slices
-from r3train.loop.fleet import RankZero
+from r3train.loop.rank_zero import RankZero
 from r3train.loop.prepare import build_microbatches, deal_samples
 from r3train.proof.step_verdict import Served, StepTotals
 from r3train.proof.served_verdict import (
@@ -161,7 +161,7 @@ class Canaries:
                 texts = list(self._texts)
                 more = max(_NOISE_TEXTS, self._count) - len(texts)
                 if more > 0:
-                    texts += self.rank_zero.engines.canary_texts(more, self._longest)
+                    texts += self.rank_zero.rollouts.canary_texts(more, self._longest)
                 repetitions = []
                 for i, at_once in enumerate(_BATCHES):
                     scores, _ = self._ask(texts, version, at_once=at_once, repetition=i)()
@@ -354,7 +354,7 @@ class Canaries:
         if not self.config.rollout.fresh_prefixes:
             name += f"-{version}"
         keys = [f"{name}-{i}" for i in range(len(texts))]
-        return self.rank_zero.engines.read_canaries(
+        return self.rank_zero.weights.read_canaries(
             texts, keys, version, halves=_HALVED, drawn=_DRAWN, at_once=at_once
         )
 

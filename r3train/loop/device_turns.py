@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from r3train.config import RunConfig
 from r3train.host_group import host_barrier, rank_zero_alone
-from r3train.loop.fleet import RolloutFleet
+from r3train.loop.rank_zero import Servers
 from r3train.loop.recovery import FAILED, Recovery
 from r3train.loop.rollout_source import RolloutSource
 
@@ -69,12 +69,12 @@ class Colocated(Disaggregated):
         self,
         config: RunConfig,
         actor: MegatronActor,
-        fleet: RolloutFleet | None,
+        servers: Servers | None,
         recovery: Recovery,
     ) -> None:
         self._config = config
         self._memory = actor.memory
-        self._fleet = fleet
+        self._servers = servers
         self._recovery = recovery
         # on rank 0: no request is sent until the servers have their memory back
         self._quiet = ExitStack()
@@ -91,7 +91,7 @@ class Colocated(Disaggregated):
         try:
             with ExitStack() as quiet:
                 quiet.enter_context(source.quiesced())
-                self._fleet.keep_onloaded()
+                self._servers.keep_onloaded()
                 self._quiet = quiet.pop_all()
         except BaseException:
             source.put_back()
@@ -113,9 +113,9 @@ class Colocated(Disaggregated):
         """
         failure: BaseException | None = None
         with rank_zero_alone():
-            if self._fleet is not None:
+            if self._servers is not None:
                 try:
-                    self._fleet.keep_onloaded()
+                    self._servers.keep_onloaded()
                 except FAILED as error:
                     failure = error
         if self._recovery.needed(failure):
@@ -126,9 +126,9 @@ class Colocated(Disaggregated):
         if not self._config.trainer.check_weight_update_equal:
             self._memory.hold()
         host_barrier()
-        if self._fleet is not None and failure is None and self._recovery.fatal is None:
+        if self._servers is not None and failure is None and self._recovery.fatal is None:
             try:
-                self._fleet.keep_onloaded("weights", "kv_cache")
+                self._servers.keep_onloaded("weights", "kv_cache")
                 self._quiet.close()
             except FAILED as error:
                 failure = error
@@ -136,7 +136,7 @@ class Colocated(Disaggregated):
 
     def onload_server_weights(self) -> None:
         """Rank 0: bring the servers' weights back, undefined until they are sent."""
-        self._fleet.keep_onloaded("weights")
+        self._servers.keep_onloaded("weights")
 
     def replace_servers(self) -> None:
         """Move the actor away: a new server takes all of its memory at its start."""
@@ -149,6 +149,6 @@ class Colocated(Disaggregated):
         if self._memory.is_whole:
             return
         with rank_zero_alone():
-            if self._fleet is not None:
-                self._fleet.stop_servers()
+            if self._servers is not None:
+                self._servers.stop()
         self._memory.hold(*_TRAINING)

@@ -17,7 +17,7 @@ from r3train.engine.publish_disk import Comparison
 from r3train.hf_checkpoint import NamedTensors
 from r3train.loop.canaries import NotServed
 from r3train.loop.distribute import broadcast_json, gather_json
-from r3train.loop.fleet import RankZero
+from r3train.loop.rank_zero import RankZero
 from r3train.proof.weights_verdict import weights_records, WeightsHistory
 from r3train.proof.writer import EvidenceWriter
 
@@ -94,7 +94,7 @@ class HeldWeights:
         if self.rank_zero is None:
             return
         try:
-            held = self.rank_zero.engines.weight_checksums(None)
+            held = self.rank_zero.weights.checksums(None)
         except EngineError as error:
             logger.warning("servers do not say the checksums of their weights: %s", error)
             return
@@ -119,7 +119,7 @@ class HeldWeights:
         """
         began, held, failed = time.monotonic(), None, []
         if self._is_open and sent:
-            held = self.rank_zero.engines.weight_checksums(version)
+            held = self.rank_zero.weights.checksums(version)
         sums = gather_json(self._summed.result())
         if held is not None:
             total = sum(int(words, 16) for words, _ in sums) & _MASK
@@ -149,7 +149,7 @@ class HeldWeights:
         if self.config.rollout.rollout_engines_file is not None:
             # no request went to it under this version
             for record in (r for r in records if r.unlike):
-                self.rank_zero.engines.drop(
+                self.rank_zero.servers.drop(
                     record.server, f"UNLIKE: {', '.join(record.unlike)} are not as sent"
                 )
             records = [record for record in records if not record.unlike]

@@ -10,7 +10,7 @@ from r3train.config import RunConfig
 from r3train.families.hf_facts import HfModelFacts
 from r3train.host_group import rank_zero_alone
 from r3train.loop.distribute import broadcast_json
-from r3train.loop.fleet import RankZero
+from r3train.loop.rank_zero import RankZero
 from r3train.loop.prepare import Plant, Preparation, Prepared, train_samples
 from r3train.loop.rollout_source import RolloutSource
 from r3train.loop.route_transport import Routes

@@ -1,9 +1,9 @@
-"""Rank 0 restarts lost engines, while all ranks wait to send the weights."""
+"""Rank 0 restarts lost servers, while all ranks wait to send the weights."""
 
 from __future__ import annotations
 
 from r3train.host_group import rank_zero_alone
-from r3train.loop.fleet import RolloutFleet
+from r3train.loop.rank_zero import Servers
 from r3train.loop.distribute import broadcast_json
 from r3train.engine.backend import EngineDied, EngineError, EngineUnreachable
 from r3train.engine.publish import WeightUpdateError
@@ -14,15 +14,15 @@ FAILED = (EngineError, WeightUpdateError)
 
 
 class Recovery:
-    """Each rank's part in a restart; ``engines`` is None on ranks other than 0.
+    """Each rank's part in a restart; ``servers`` is None on ranks other than 0.
 
     Without ``enabled`` there is none.  ``fatal``: any error of rank
     0's that ends the run, also without ``enabled``; all ranks raise in the next ``Intake.take``, or rank 0 at the end
     of ``run``.
     """
 
-    def __init__(self, engines: RolloutFleet | None, *, enabled: bool):
-        self._engines = engines
+    def __init__(self, servers: Servers | None, *, enabled: bool):
+        self._servers = servers
         self._enabled = enabled
         self.fatal: BaseException | None = None
 
@@ -32,31 +32,26 @@ class Recovery:
         return LOST if self._enabled else ()
 
     def needed(self, failure: BaseException | None) -> bool:
-        """True where rank 0's engines failed; a collective."""
+        """True where rank 0's servers failed; a collective."""
         return bool(broadcast_json(failure is not None))
 
     def restart(self, cause: BaseException | None) -> BaseException | None:
-        """Start the engines again after rank 0's ``cause``; a collective.
+        """Start the servers again after rank 0's ``cause``; a collective.
 
         Returns the error that prevents it, or None: the cause itself where a restart would not fix it.
         """
         failure: BaseException | None = None
         with rank_zero_alone():
-            if self._engines is not None and not isinstance(cause, self.caught):
+            if self._servers is not None and not isinstance(cause, self.caught):
                 failure = cause
-            elif self._engines is not None:
+            elif self._servers is not None:
                 try:
-                    self._engines.restart()
+                    self._servers.restart()
                 except RuntimeError as error:
                     failure = error
         text = broadcast_json(None if failure is None else str(failure))
-        return failure or (RuntimeError(f"rank 0's engines failed: {text}") if text else None)
+        return failure or (RuntimeError(f"rank 0's servers failed: {text}") if text else None)
 
     def counts(self) -> dict[str, int]:
         """Bad answers, restarts and requests that were sent again, so far; on rank 0."""
-        return self._engines.fault_counts() if self._engines is not None else {}
-
-    def restored(self, weight_version: int) -> None:
-        """The engines hold the weights of ``weight_version`` (rank 0 tells them to go on)."""
-        if self._engines is not None:
-            self._engines.restored(weight_version)
+        return self._servers.fault_counts() if self._servers is not None else {}

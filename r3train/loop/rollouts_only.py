@@ -7,7 +7,7 @@ from pathlib import Path
 
 from r3train.config import RunConfig
 from r3train.loop.run_state import WatchedSource
-from r3train.loop.fleet import RankZero
+from r3train.loop.rank_zero import RankZero
 from r3train.loop.replay_source import dump_rollout
 from r3train.loop.prepare import train_samples
 from r3train.loop.step_metrics import report_rollout
@@ -21,7 +21,7 @@ def generate_only(config: RunConfig, run_dir: Path, rank_zero: RankZero, stop: S
     def dump(rollout_id: int, groups) -> None:
         dump_rollout(run_dir / "rollouts", rollout_id, groups, rollout.rollout_temperature)
 
-    source = WatchedSource(rank_zero.engines.start_producer(), stop, dump)
+    source = WatchedSource(rank_zero.rollouts.start_producer(), stop, dump)
     counts = source.stats()
     for rollout_id in range(rollout.num_rollout):
         began = time.monotonic()
@@ -36,7 +36,7 @@ def generate_only(config: RunConfig, run_dir: Path, rank_zero: RankZero, stop: S
             rollout_id, samples, stats, config, rank_zero.metrics, counts, before
         )
         step_s = time.monotonic() - began
-        metrics |= rank_zero.engines.fault_counts()
+        metrics |= rank_zero.servers.fault_counts()
         metrics |= {
             "perf/rollout_wait_s": step_s,
             "perf/step_s": step_s,

@@ -20,7 +20,7 @@ from r3train.host_group import rank_zero_alone
 from r3train.loop.canaries import Canaries
 from r3train.loop.device_turns import Disaggregated, Sent
 from r3train.loop.distribute import broadcast_json, gather_json
-from r3train.loop.fleet import RankZero
+from r3train.loop.rank_zero import RankZero
 from r3train.loop.held_weights import HeldWeights
 from r3train.loop.recovery import FAILED, Recovery
 from r3train.loop.rollout_source import RolloutSource
@@ -132,7 +132,9 @@ class WeightUpdate:
             metrics, failure = self._serve(weight_version, nullcontext())
             if not self.recovery.needed(failure):
                 self._servers_hold_base = self.turns.servers_keep_weights
-                self.recovery.restored(weight_version)
+                if self.rank_zero is not None:
+                    self.rank_zero.rollouts.resume()
+                    self.rank_zero.servers.restored(weight_version)
                 return metrics
 
     def _serve(self, weight_version: int, quiet: AbstractContextManager[None]) -> Sent:
@@ -170,7 +172,7 @@ class WeightUpdate:
         with rank_zero_alone():  # requests in flight may take long to end
             if self.rank_zero is not None:
                 try:
-                    quietly.enter_context(self.rank_zero.engines.unchanged())
+                    quietly.enter_context(self.rank_zero.servers.unchanged())
                     quietly.enter_context(quiet)
                 except Exception as error:  # noqa: BLE001 - the other ranks go on first
                     failure = error
@@ -182,7 +184,7 @@ class WeightUpdate:
             if self.held is not None:
                 self.held.judge(weight_version)
             return {}, None
-        fleet, published = self.rank_zero.engines, None
+        published = None
         held_metrics: dict[str, Any] | None = None
 
         def drain() -> None:
@@ -190,7 +192,7 @@ class WeightUpdate:
             for _ in weights:  # first: others that send may wait for these
                 pass
             if published is None:
-                fleet.publisher.abandon()
+                self.rank_zero.weights.publisher.abandon()
             for _ in chain(*again):
                 pass
             if self.held is not None and held_metrics is None:
@@ -201,7 +203,9 @@ class WeightUpdate:
                 if failure is not None:
                     raise failure
                 self.turns.onload_server_weights()
-                published = fleet.publisher.publish(weights, version=weight_version)
+                published = self.rank_zero.weights.publisher.publish(
+                    weights, version=weight_version
+                )
                 if not adapters:  # adapters are compared with the checkpoint when they are written
                     self._weight_index.require(
                         published.sent,
@@ -210,7 +214,7 @@ class WeightUpdate:
                         targets_alone=targets_only,
                     )
                 for export in again:
-                    comparison = fleet.compare_weights(export, weight_version)
+                    comparison = self.rank_zero.weights.compare(export, weight_version)
                     if self._quantised:
                         shutil.rmtree(comparison.checkpoint)
                     else:
@@ -230,7 +234,7 @@ class WeightUpdate:
             if changes and self._source is not None and not generating_failed:
                 # requests that wait for a server may be answered before the next try has ended
                 self._source.set_version(weight_version)
-                if fleet.is_deserted:  # ``revive`` brings them to the next servers
+                if self.rank_zero.servers.is_deserted:  # ``revive`` brings them to the next servers
                     return {}, None
             if generating_failed and not isinstance(error, self.recovery.caught):
                 self.recovery.fatal = error  # the ranks come together at the next rollout

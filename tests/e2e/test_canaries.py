@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -39,12 +40,13 @@ from r3train.engine.publish_memory import SharedMemoryPublisher  # noqa: E402
 from r3train.engine.server import SGLangServer  # noqa: E402
 from r3train.host_group import join_ranks  # noqa: E402
 from r3train.launch.start.build_actor import build_actor, build_routes  # noqa: E402
-from r3train.launch.start.engines import Engines  # noqa: E402
+from r3train.launch.start.rollouts import GeneratedRollouts  # noqa: E402
+from r3train.launch.start.servers import RunServers  # noqa: E402
 from r3train.launch.job.checked_job import Job  # noqa: E402
 from r3train.launch.job.resume import ResumePoint  # noqa: E402
 from r3train.loop.async_loop import AsyncLoop  # noqa: E402
 from r3train.loop.canaries import NotServed  # noqa: E402
-from r3train.loop.fleet import RankZero  # noqa: E402
+from r3train.loop.rank_zero import RankZero  # noqa: E402
 from r3train.loop.run_evaluations import Evaluations  # noqa: E402
 from r3train.observe.console import RunDisplay  # noqa: E402
 from r3train.observe.metrics import MetricsWriter  # noqa: E402
@@ -125,24 +127,21 @@ class Rig:
             loop._canaries.begin(self.version)
             self.begun[servers] = self.weights()
         self.step(lr)
-        fleet, publisher = loop.rank_zero.engines, loop.rank_zero.engines.publisher
+        publisher = loop.rank_zero.weights.publisher
+        publish = publisher.publish
 
-        class Faulty:
-            def publish(_, tensors, *, version):
-                published = publisher.publish(tensors, version=version)
-                if fault is not None:
-                    held = fault(self.weights())
-                    self.alone[servers - 1].publish(iter(held.items()), version=version)
-                return published
+        def faulty(tensors, *, version):
+            published = publish(tensors, version=version)
+            if fault is not None:
+                held = fault(self.weights())
+                self.alone[servers - 1].publish(iter(held.items()), version=version)
+            return published
 
-        fleet._publisher = Faulty()
-        try:
-            with MUTATIONS[planted].planted(loop.config, self.hf):
-                metrics = loop._update.publish(self.version)
-                loop._canaries.wait()
-                return {**metrics, **loop._canaries.judge(self.version)}
-        finally:
-            fleet._publisher = publisher
+        spoiled = mock.patch.object(publisher, "publish", faulty)
+        with spoiled, MUTATIONS[planted].planted(loop.config, self.hf):
+            metrics = loop._update.publish(self.version)
+            loop._canaries.wait()
+            return {**metrics, **loop._canaries.judge(self.version)}
 
     def caught_by(self, lr: float, servers: int = 2, within: int = 1, **fault) -> str:
         """The test that catches a fault within so many updates that have it; sound ones follow, which pass."""
@@ -246,9 +245,11 @@ def opened(family: str, dtype: str, run_dir: Path):
             own_dir.mkdir()
             routes = build_routes(config, hf)
             routes.open(actor.topology)
-            engines = Engines(job, own_dir, display, 0, routes)
-            closing.append(engines)
-            engines.wait_ready()
+            servers = RunServers(job, own_dir, display, routes)
+            closing.append(servers)
+            rollouts = GeneratedRollouts(servers)
+            closing.append(rollouts)
+            servers.wait_ready()
             metrics = MetricsWriter(own_dir, False)
             evidence = EvidenceWriter(own_dir, 0, "now")
             closing.append(evidence)
@@ -257,7 +258,12 @@ def opened(family: str, dtype: str, run_dir: Path):
                 hf,
                 actor,
                 rank_zero=RankZero(
-                    engines, display, metrics, Evaluations([], {}, metrics, display)
+                    servers,
+                    servers.weights,
+                    rollouts,
+                    display,
+                    metrics,
+                    Evaluations([], {}, metrics, display),
                 ),
                 evidence=evidence,
                 run_state=SimpleNamespace(),

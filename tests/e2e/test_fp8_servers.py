@@ -32,12 +32,12 @@ from r3train.fp8_blocks import quantised  # noqa: E402
 from r3train.hf_checkpoint import copy_all_but_weights, write_fp8_checkpoint  # noqa: E402
 from r3train.host_group import join_ranks  # noqa: E402
 from r3train.launch.start.build_actor import build_actor, build_routes  # noqa: E402
-from r3train.launch.start.engines import Engines  # noqa: E402
+from r3train.launch.start.servers import RunServers  # noqa: E402
 from r3train.launch.job.checked_job import Job  # noqa: E402
 from r3train.launch.job.resume import ResumePoint  # noqa: E402
 from r3train.loop.canaries import NotServed  # noqa: E402
 from r3train.loop.device_turns import Disaggregated  # noqa: E402
-from r3train.loop.fleet import RankZero  # noqa: E402
+from r3train.loop.rank_zero import RankZero  # noqa: E402
 from r3train.loop.held_weights import HeldWeights  # noqa: E402
 from r3train.loop.recovery import Recovery  # noqa: E402
 from r3train.loop.weight_update import WeightUpdate  # noqa: E402
@@ -163,10 +163,10 @@ def update(tiny, tmp_path_factory) -> Iterator[WeightUpdate]:
         routes = build_routes(config, hf)
         routes.open(actor.topology)
         display = RunDisplay(1, enabled=False)
-        with closing(Engines(job, run_dir, display, 0, routes)) as engines:
-            engines.start_server(num_ranks=0)
-            engines.wait_ready()
-            rank_zero = RankZero(engines, display, None, None)
+        with closing(RunServers(job, run_dir, display, routes)) as servers:
+            servers.start(num_ranks=0)
+            servers.wait_ready()
+            rank_zero = RankZero(servers, servers.weights, None, display, None, None)
             held = HeldWeights(config, rank_zero, EvidenceWriter(run_dir, 0, "start"))
             held.begin(0)
             yield WeightUpdate(
@@ -175,7 +175,7 @@ def update(tiny, tmp_path_factory) -> Iterator[WeightUpdate]:
                 actor=actor,
                 rank_zero=rank_zero,
                 turns=Disaggregated(),
-                recovery=Recovery(engines, enabled=False),
+                recovery=Recovery(servers, enabled=False),
                 run_state=SimpleNamespace(),
                 sender=None,
                 held=held,
@@ -210,7 +210,7 @@ def moved(update: WeightUpdate) -> None:
 def test_a_tensor_that_is_not_what_was_exported_ends_the_run_by_name_within_a_round(update, fault):
     """Canaries find none of these.  Of two layers one is compared at an update, the other at the next."""
     spoiled, spoil, named = FAULTS[fault]
-    publisher = update.rank_zero.engines.publisher
+    publisher = update.rank_zero.weights.publisher
     publish: Callable = publisher.publish
 
     def publish_spoiled(tensors, **how):

@@ -34,14 +34,14 @@ from r3train.engine.backend import EngineError  # noqa: E402
 from r3train.engine.server import SGLangServer  # noqa: E402
 from r3train.host_group import join_ranks  # noqa: E402
 from r3train.launch.start.build_actor import build_actor  # noqa: E402
-from r3train.launch.start.engines import Engines  # noqa: E402
+from r3train.launch.start.servers import RunServers  # noqa: E402
 from r3train.launch.job.checked_job import Job  # noqa: E402
 from r3train.launch.job.resume import ResumePoint  # noqa: E402
 from r3train.launch.start.build_actor import build_routes  # noqa: E402
 from r3train.loop.async_loop import AsyncLoop  # noqa: E402
 from r3train.loop.canaries import Canaries, NotServed  # noqa: E402
 from r3train.loop.run_evaluations import Evaluations  # noqa: E402
-from r3train.loop.fleet import RankZero  # noqa: E402
+from r3train.loop.rank_zero import RankZero  # noqa: E402
 from r3train.observe.console import RunDisplay  # noqa: E402
 from r3train.observe.metrics import MetricsWriter  # noqa: E402
 from r3train.trainer.megatron import topology  # noqa: E402
@@ -159,7 +159,7 @@ def run(request, checkpoint, tmp_path_factory):
         store = torch.distributed.FileStore(str(run_dir / "store"), 1)
         join_ranks("auto", store, 0, 1, timeout=timedelta(minutes=5))
         display = RunDisplay(1, enabled=False)
-        loops, engines = {}, []
+        loops, servers = {}, []
         try:
             actor = None
             for kind in KINDS:
@@ -169,22 +169,24 @@ def run(request, checkpoint, tmp_path_factory):
                 actor = actor or build_actor(job, DEVICE, ResumePoint())
                 routes = build_routes(job.config, hf)
                 routes.open(actor.topology)
-                engines.append(Engines(job, run_dir, display, 0, routes))
-                engines[-1].wait_ready()
+                servers.append(RunServers(job, run_dir, display, routes))
+                servers[-1].wait_ready()
                 metrics = MetricsWriter(run_dir, False)
                 evaluations = Evaluations([], {}, metrics, display)
                 loops[kind] = AsyncLoop(
                     job.config,
                     hf,
                     actor,
-                    rank_zero=RankZero(engines[-1], display, metrics, evaluations),
+                    rank_zero=RankZero(
+                        servers[-1], servers[-1].weights, None, display, metrics, evaluations
+                    ),
                     evidence=None,
                     run_state=SimpleNamespace(),
                     routes=routes,
                 )
             yield Run(job.config, hf, actor, loops, run_dir)
         finally:
-            for each in engines:
+            for each in servers:
                 each.close()
             topology.shutdown()
 

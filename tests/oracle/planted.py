@@ -782,7 +782,7 @@ def restarted_server_keeps_its_weights(original, self, weight_version, failure):
 
     if self.rank_zero is None:
         return original(self, weight_version, failure)
-    publisher = type(self.rank_zero.engines.publisher)
+    publisher = type(self.rank_zero.weights.publisher)
     with mock.patch.object(publisher, "publish", nothing_sent):
         return original(self, weight_version, failure)
 

@@ -19,7 +19,8 @@ from r3train.cuda_environment import NCCL_DEFAULTS, RANK_DEFAULTS
 from r3train.launch.gpus import gpus_here
 from r3train.engine import publish
 from r3train.engine.server import SGLangServer
-from r3train.launch.start import engines, last_words
+from r3train.launch.start import last_words
+from r3train.loop import server_weights
 from r3train.loop import distribute
 from r3train.observe import logging_setup
 
@@ -169,15 +170,15 @@ def test_weights_go_by_nccl_where_ranks_and_servers_have_devices_of_their_own(
     colocate, found, node, monkeypatch
 ):
     """NCCL refuses a device twice in a group."""
-    monkeypatch.setattr(engines, "sent_together", lambda _: ())
-    monkeypatch.setattr(engines, "has_fused_experts", lambda _: False)
+    monkeypatch.setattr(server_weights, "sent_together", lambda _: ())
+    monkeypatch.setattr(server_weights, "has_fused_experts", lambda _: False)
     config = SimpleNamespace(
         serves_fp8=False,
         trainer=SimpleNamespace(update_weight_buffer_size=1),
         rollout=SimpleNamespace(colocate=colocate, fresh_prefixes=True),
     )
-    job = SimpleNamespace(config=config, hf=SimpleNamespace(path=None))
-    way = engines._broadcast(job, ["127.0.0.1"], None)
+    hf = SimpleNamespace(path=None)
+    way = server_weights.broadcast_settings(config, hf, ["127.0.0.1"], None)
     assert (way["backend"], way["device"]) == found
 
 

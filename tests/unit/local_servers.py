@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from r3train.config.agent_settings import AgentSection
-from r3train.launch.start.engines import Engines
+from r3train.launch.start.servers import RunServers
 from r3train.loop.route_transport import RoutesOnRank0
 from r3train.engine.server import SGLangServer
 
@@ -41,12 +41,12 @@ def servers_of_rank_0(
         trainer=SimpleNamespace(update_weight_transfer_mode=mode),
         rollout=rollout,
     )
-    made = Engines(
-        SimpleNamespace(config=config, hf=None), directory, None, 0, RoutesOnRank0(None, ())
+    made = RunServers(
+        SimpleNamespace(config=config, hf=None), directory, None, RoutesOnRank0(None, ())
     )
     try:
-        made.start_server()
+        made.start()
     except ValueError:
-        assert not made._servers, "one was started before the refusal"
+        assert not made.own, "one was started before the refusal"
         raise
-    return made._servers
+    return made.own

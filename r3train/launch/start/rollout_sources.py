@@ -1,43 +1,33 @@
-"""Sources of rollouts on rank 0: engines, dumped files, or conversations."""
+"""Sources of rollouts on rank 0: servers, dumped files, or conversations."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 from r3train.config.files import write_atomically
 from r3train.families.checks.settings_checks import replayed_index_topk
-from r3train.engine.server import SGLangServer
 from r3train.observe.console import RunDisplay
 from r3train.data.curriculum import PASS_RATES_FILE
-from r3train.launch.start.engines import Engines
+from r3train.launch.start.rollouts import GeneratedRollouts
+from r3train.launch.start.servers import RunServers
 from r3train.launch.job.checked_job import Job
 from r3train.launch.job.resume import ResumePoint, scored_by_another, unknown_temperature
-from r3train.loop.fleet import RolloutFleet
-from r3train.loop.route_transport import Routes
 from r3train.loop.replay_source import Conversations, DumpedRollouts
 from r3train.generation.buffer import ProducerState
+from r3train.generation.eval_sets import EvalSet
 
 
-def build_engines(
-    job: Job,
-    run_dir: Path,
-    display: RunDisplay,
-    resume: ResumePoint,
-    routes: Routes,
-    servers: Sequence[SGLangServer] = (),
-) -> Engines | Replayed:
-    """Build the engines, or where nothing is generated the reader of what takes its place.
-
-    servers: those of this run that were started already.
-    """
-    if not job.config.has_engines:
+def build_rollouts(
+    job: Job, servers: RunServers | None, display: RunDisplay, resume: ResumePoint
+) -> GeneratedRollouts | Replayed:
+    """Build what rollouts come from: the servers, or without them the reader of what takes their place."""
+    if servers is None:
         return Replayed(job, display.note)
     if job.config.data.prompt_sampling == "difficulty":
         goes_on = resume.checkpoint is not None and not resume.model_only
         lines = (resume.checkpoint / PASS_RATES_FILE).read_text(encoding="utf-8") if goes_on else ""
-        write_atomically(run_dir / PASS_RATES_FILE, lines)
+        write_atomically(servers.run_dir / PASS_RATES_FILE, lines)
     buffer = resume.buffer(job.hf.vocab_size)
     state = ProducerState(*buffer) if buffer is not None else None
     warning = unknown_temperature(job.config, resume)
@@ -49,11 +39,11 @@ def build_engines(
         state = state.without_samples() if by_episodes else replace(state, score_again=True)
         again = "generated" if by_episodes else "scored"
         display.note(f"warning: the samples that wait are {again} again: {other}", style="yellow")
-    return Engines(job, run_dir, display, resume.start_rollout_id, routes, state, servers)
+    return GeneratedRollouts(servers, resume.start_rollout_id, state)
 
 
-class Replayed(RolloutFleet):
-    """Dumped rollouts or conversations instead of engines: no server, so no weights to send."""
+class Replayed:
+    """Dumped rollouts or conversations: no server, so no weights to send."""
 
     def __init__(self, job: Job, note: Callable[[str], None]):
         self._job = job
@@ -77,6 +67,14 @@ class Replayed(RolloutFleet):
             vocab_size=job.hf.vocab_size,
             index_topk=replayed_index_topk(config, job.hf),
         )
+
+    def eval_sets(self) -> list[EvalSet]:
+        """No evaluation set: nobody would answer it."""
+        return []
+
+    def route_wire_bytes(self) -> int:
+        """0: routes come from files."""
+        return 0
 
     def close(self) -> None:
         """End the rewards' helpers."""

@@ -22,14 +22,15 @@ from r3train.launch.job.checked_job import eval_settings, Job
 from r3train.launch.job.resume import resume_point, ResumePoint
 from r3train.launch.job.run_dir import start_stamp
 from r3train.launch.start.build_actor import build_actor, build_run_state, export_hf, build_routes
-from r3train.launch.start.engines import build_sender, Engines
-from r3train.launch.start.rollout_sources import build_engines, Replayed
+from r3train.launch.start.rollout_sources import build_rollouts
+from r3train.launch.start.servers import RunServers
 from r3train.loop.async_loop import AsyncLoop
 from r3train.loop.distribute import broadcast_json
-from r3train.loop.fleet import RankZero
+from r3train.loop.rank_zero import RankZero
 from r3train.loop.rollouts_only import generate_only
 from r3train.loop.route_transport import Routes
 from r3train.loop.run_evaluations import Evaluations
+from r3train.loop.server_weights import build_sender
 from r3train.loop.stop import StopSignal
 from r3train.observe.console import RunDisplay
 from r3train.observe.metrics import (
@@ -78,16 +79,16 @@ class RankOfRun:
             self.generate()
             return
         resume = resume_point(job)
-        engines = rank_zero = evidence = None
+        servers = rank_zero = evidence = None
         routes = build_routes(config, job.hf)
-        parts.callback(routes.close)  # closed after the engines, whose requests may use it
+        parts.callback(routes.close)  # closed after the servers' client, whose requests may use it
         if self.rank == 0:
             ranks, first = torchruns_number("WORLD_SIZE", 1), resume.start_rollout_id
             record_start(self.run_dir, start_stamp(), first, self.parent, ranks, device)
             self._show_job()
             if resume.checkpoint is not None:
                 self.display.note(f"resuming from {resume.checkpoint} at rollout {first}")
-            engines = self._build_engines(resume, routes)
+            servers = self._make_servers(routes)
         with self.display.phase("building the Megatron actor"):
             actor = build_actor(job, device, resume)
         routes.open(actor.topology)
@@ -95,9 +96,9 @@ class RankOfRun:
             actor.memory.hold()
             host_barrier()
         with rank_zero_alone():
-            if engines is not None:
-                rank_zero = self._start_engines(engines, resume)
-        sender = build_sender(job, engines)
+            if self.rank == 0:
+                rank_zero = self._rank_zero(servers, resume)
+        sender = build_sender(config, job.hf, rank_zero and rank_zero.weights)
         if sender is not None:
             parts.callback(sender.close)
         profiler = StepProfiler(config.run, self.run_dir, self.rank)
@@ -133,8 +134,8 @@ class RankOfRun:
                 return
             self._show_job()
             config, resume = self.job.config, ResumePoint()
-            engines = self._build_engines(resume, build_routes(config, self.job.hf))
-            rank_zero = self._start_engines(engines, resume)
+            servers = self._make_servers(build_routes(config, self.job.hf))
+            rank_zero = self._rank_zero(servers, resume)
             generate_only(config, self.run_dir, rank_zero, self.stop)
 
     def _show_job(self) -> None:
@@ -146,16 +147,21 @@ class RankOfRun:
         ):
             self.display.note(line)
 
-    def _build_engines(self, resume: ResumePoint, routes: Routes) -> Engines | Replayed:
-        engines = build_engines(self.job, self.run_dir, self.display, resume, routes, self.servers)
-        self.parts.callback(engines.close)
-        return engines
+    def _make_servers(self, routes: Routes) -> RunServers | None:
+        if not self.job.config.has_engines:
+            return None
+        servers = RunServers(self.job, self.run_dir, self.display, routes, self.servers)
+        self.parts.callback(servers.close)
+        return servers
 
-    def _start_engines(self, engines: Engines | Replayed, resume: ResumePoint) -> RankZero:
+    def _rank_zero(self, servers: RunServers | None, resume: ResumePoint) -> RankZero:
         """Rank 0: wait for the servers, with --colocate started here, and open what writes their numbers."""
         config, run_dir = self.job.config, self.run_dir
-        engines.start_server()
-        engines.wait_ready()
+        rollouts = build_rollouts(self.job, servers, self.display, resume)
+        self.parts.callback(rollouts.close)
+        if servers is not None:
+            servers.start()
+            servers.wait_ready()
         sinks = open_sinks(config, run_dir, None if resume.model_only else resume.checkpoint)
         if (port := config.trackers.metrics_port) is not None:
             from r3train.observe.prometheus import PrometheusSink  # with --metrics-port alone
@@ -166,8 +172,9 @@ class RankOfRun:
         settings = {}
         if not config.checkpoint.debug_rollout_only:
             settings = eval_settings(self.job, resume.checkpoint if resume.model_only else None)
-        evaluations = Evaluations(engines.eval_sets(), settings, metrics, self.display)
-        return RankZero(engines, self.display, metrics, evaluations)
+        evaluations = Evaluations(rollouts.eval_sets(), settings, metrics, self.display)
+        weights = servers.weights if servers is not None else None
+        return RankZero(servers, weights, rollouts, self.display, metrics, evaluations)
 
 
 def finish(config: RunConfig, run_dir: Path, began: float, stopped: str | None = None) -> dict:

@@ -10,7 +10,8 @@ from r3train.families.read_facts import read_hf_facts
 from r3train.config.options import parse_train_flags
 from r3train.engine.backend import SamplingParams
 from r3train.environments import StepResult
-from r3train.launch.start.engines import Engines
+from r3train.launch.start.rollouts import GeneratedRollouts
+from r3train.launch.start.servers import RunServers
 from r3train.commands.eval_command import with_defaults
 from r3train.launch.job.preflight import preflight_evaluation
 from r3train.loop.route_transport import RoutesOnRank0
@@ -72,7 +73,7 @@ def test_an_evaluation_set_is_sampled_by_its_settings_and_the_runs_limits(tiny, 
     words = with_defaults(tiny / "model", flags)
     job = preflight_evaluation(parse_train_flags(words, prog_name="eval"))
     display, routes = RunDisplay(1, enabled=False), RoutesOnRank0(None, ())
-    [made] = Engines(job, tmp_path, display, 0, routes).eval_sets()
+    [made] = GeneratedRollouts(RunServers(job, tmp_path, display, routes)).eval_sets()
     job.close()
     assert made.sampling == SamplingParams(
         max_new_tokens=9,

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from r3train.config import RunConfig
-from r3train.launch.start import engines
+from r3train.launch.start import rollouts, servers
 from r3train.loop.route_transport import RoutesOnRank0
 from r3train.observe.console import RunDisplay
 from r3train.types import RouteShape
@@ -19,7 +19,10 @@ RECIPE = Path(__file__).parents[3] / "configs/qwen3_30b_a3b_one_node.toml"
 QWEN3 = RouteShape(48, 8, 128)
 
 
-def engines_of(
+EXTERNAL = {"rollout_external_engine_addrs": ["127.0.0.1:1"]}
+
+
+def servers_of(
     directory: Path,
     faults: dict | None = None,
     replay: bool = True,
@@ -44,7 +47,7 @@ def engines_of(
         longest_prompt=2048,
     )
     display = RunDisplay(3, True, live=False, console=Console(file=io.StringIO()))
-    return engines.Engines(job, directory, display, 0, RoutesOnRank0(None, ()))
+    return servers.RunServers(job, directory, display, RoutesOnRank0(None, ()))
 
 
 LONG = {"rollout_max_response_len": 32768, "rollout_max_context_len": 34816}
@@ -64,20 +67,20 @@ LONG = {"rollout_max_response_len": 32768, "rollout_max_context_len": 34816}
 def test_a_server_may_be_silent_while_it_encodes_the_routes_of_all_its_requests(
     rollout, seconds, tmp_path
 ):
-    made = engines_of(tmp_path, **rollout)
-    assert made._health_timeout_s == pytest.approx(seconds, rel=0.002)
-    asked = engines_of(tmp_path, {"engine_health_timeout_s": 7.0}, **rollout)
-    assert asked._health_timeout_s == pytest.approx(seconds - 53, rel=0.002)
-    assert engines_of(tmp_path, replay=False, **rollout)._health_timeout_s == 60.0
+    made = servers_of(tmp_path, **rollout)
+    assert made.health_timeout_s == pytest.approx(seconds, rel=0.002)
+    asked = servers_of(tmp_path, {"engine_health_timeout_s": 7.0}, **rollout)
+    assert asked.health_timeout_s == pytest.approx(seconds - 53, rel=0.002)
+    assert servers_of(tmp_path, replay=False, **rollout).health_timeout_s == 60.0
 
 
 def test_it_also_encodes_what_indexers_chose_where_that_is_replayed(tmp_path):
     # 34,816 tokens are 544 words for each of 48 layers: 28 times as much as 8 experts are as int32
-    routes = engines_of(tmp_path, **LONG)._health_timeout_s - 60
-    both = engines_of(tmp_path, index_topk=2048, **LONG)
-    assert both._health_timeout_s - 60 == pytest.approx(routes * (8 * 4 + 544 * 8) / 32, rel=1e-6)
-    implied = engines_of(tmp_path, index_topk=34816, **LONG)
-    assert implied._health_timeout_s - 60 == pytest.approx(routes)
+    routes = servers_of(tmp_path, **LONG).health_timeout_s - 60
+    both = servers_of(tmp_path, index_topk=2048, **LONG)
+    assert both.health_timeout_s - 60 == pytest.approx(routes * (8 * 4 + 544 * 8) / 32, rel=1e-6)
+    implied = servers_of(tmp_path, index_topk=34816, **LONG)
+    assert implied.health_timeout_s - 60 == pytest.approx(routes)
 
 
 async def test_the_watch_and_the_client_take_that_limit(tmp_path, monkeypatch):
@@ -87,15 +90,15 @@ async def test_the_watch_and_the_client_take_that_limit(tmp_path, monkeypatch):
         given.append(options["health_timeout_s"])
         raise InterruptedError
 
-    monkeypatch.setattr(engines, "EngineSupervisor", watch)
-    made = engines_of(tmp_path, **LONG)
-    made._servers = [SimpleNamespace(wait_ready=lambda: None, addr="127.0.0.1:1", api_key=None)]
+    monkeypatch.setattr(servers, "EngineSupervisor", watch)
+    made = servers_of(tmp_path, **LONG)
+    made.own = [SimpleNamespace(wait_ready=lambda: None, addr="127.0.0.1:1", api_key=None)]
     with pytest.raises(InterruptedError):
         made.wait_ready()
-    client = made.make_client()
+    client = rollouts.GeneratedRollouts(made).make_client()
     given.append(client._health_timeout_s)
     await client.aclose()
-    assert given == [made._health_timeout_s] * 2 and given[0] > 150
+    assert given == [made.health_timeout_s] * 2 and given[0] > 150
 
 
 @pytest.mark.parametrize(
@@ -121,10 +124,9 @@ def test_servers_must_have_the_settings_that_the_run_needs(
         given.append(settings)
         raise InterruptedError
 
-    control = SimpleNamespace(require_settings=require)
-    monkeypatch.setattr(engines, "EngineControl", lambda *_addrs, **_options: control)
-    made = engines_of(tmp_path, replay=replay, **rollout)
-    made._addrs = ["127.0.0.1:1"]
+    control = SimpleNamespace(require_settings=require, members=None)
+    monkeypatch.setattr(servers, "EngineControl", lambda *_addrs, **_options: control)
+    made = servers_of(tmp_path, replay=replay, **(EXTERNAL | rollout))
     with pytest.raises(InterruptedError):
         made.wait_ready()
     unasked = dict.fromkeys(("replay", "indexer", "exact_boundaries"), False)
@@ -146,5 +148,5 @@ def test_servers_must_have_the_settings_that_the_run_needs(
 def test_a_request_is_longer_on_gpus_where_servers_may_be_restarted(
     gpus, faults, rollout, length, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(engines, "visible_gpus", lambda: gpus)
-    assert engines_of(tmp_path, faults, **rollout)._segment_len == length
+    monkeypatch.setattr(rollouts, "visible_gpus", lambda: gpus)
+    assert rollouts.GeneratedRollouts(servers_of(tmp_path, faults, **rollout)).segment_len == length

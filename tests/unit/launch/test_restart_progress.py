@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from rich.console import Console
 
 from r3train.config.agent_settings import AgentSection
-from r3train.launch.start.engines import Engines
+from r3train.launch.start.servers import RunServers
 from r3train.loop.route_transport import RoutesOnRank0
 from r3train.observe.console import RunDisplay
 
@@ -24,22 +24,23 @@ def test_the_progress_of_a_restart_never_says_starting(tmp_path):
     sections = dict(rollout=rollout, replay=replay, agent=AgentSection())
     config = SimpleNamespace(**sections, serves_adapters=False)
     job = SimpleNamespace(config=config, hf=None)
-    engines = Engines(job, tmp_path, display, 0, RoutesOnRank0(None, ()))
+    servers = RunServers(job, tmp_path, display, RoutesOnRank0(None, ()))
     server = SimpleNamespace(on_progress=None, addr="127.0.0.1:1")
 
     def loads() -> None:
         now[0] += 100.0
         server.on_progress(100.0, "loading weights")
 
-    engines._servers = [server]
+    servers.own = [server]
     with display.phase("starting SGLang") as phase:
-        engines._show_starts_in(phase)
+        server.on_progress = lambda _, stage: phase.detail(stage)
         loads()
-    engines._members = SimpleNamespace(record=lambda version: None)
-    engines._supervisor = SimpleNamespace(restart=loads)
-    engines._publisher = SimpleNamespace(reconnect=lambda: None)
+    servers.members = SimpleNamespace(record=lambda version: None)
+    servers.supervisor = SimpleNamespace(restart=loads)
+    servers.control = SimpleNamespace(restarted=lambda: None, text_ends=dict)
+    servers.weights = SimpleNamespace(publisher=SimpleNamespace(reconnect=lambda: None))
     before = len(out.getvalue())
-    engines.restart()
+    servers.restart()
     assert out.getvalue()[:before].count("starting SGLang") == 3
     assert [line.rstrip() for line in out.getvalue()[before:].splitlines()] == [
         "restarting SGLang ...",

@@ -176,7 +176,7 @@ class Run:
             HF,
             self.actor,
             [self.actor.topology],
-            SimpleNamespace(engines=self.fleet, display=display),
+            SimpleNamespace(weights=self.fleet, rollouts=self.fleet, display=display),
             EvidenceWriter(run_dir, 0, "now") if settings.r3_check_enabled else None,
             resumed=resumed,
         )

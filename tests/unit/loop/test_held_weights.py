@@ -31,7 +31,7 @@ class Fleet:
     def __init__(self, *held: int):
         self.held, self.error, self.dropped = list(held), None, []
 
-    def weight_checksums(self, version):
+    def checksums(self, version):
         if self.error is not None:
             raise self.error
         return {i: {"rank 0 w": f"{h:08x}"} for i, h in enumerate(self.held)}, ["tp 1"] * 9
@@ -42,7 +42,7 @@ class Fleet:
 
 def weights(fleet: Fleet, **settings) -> HeldWeights:
     settings = config(enable_r3_correctness_check=True, **settings)
-    return HeldWeights(settings, SimpleNamespace(engines=fleet), None)
+    return HeldWeights(settings, SimpleNamespace(servers=fleet, weights=fleet), None)
 
 
 def update(held: HeldWeights, version: int, **how) -> dict:

@@ -1,4 +1,4 @@
-"""Restarts of lost engines, of which all ranks know."""
+"""Restarts of lost servers, of which all ranks know."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from r3train.loop import recovery as module
 from r3train.loop.recovery import Recovery
 
 
-class Engines:
-    """The rollout side of rank 0: it restarts, or cannot."""
+class Servers:
+    """Rank 0's servers, which restart, or cannot."""
 
     def __init__(self, failure=None):
         self.failure, self.calls = failure, []
@@ -24,9 +24,6 @@ class Engines:
         self.calls.append("restart")
         if self.failure is not None:
             raise self.failure
-
-    def restored(self, version):
-        self.calls.append(("restored", version))
 
     def fault_counts(self):
         return {"engine_restarts": 2}
@@ -39,7 +36,7 @@ def one_rank():
     leave_ranks()
 
 
-def test_lost_engines_and_weight_updates_are_caught_and_a_refusal_is_not():
+def test_lost_servers_and_weight_updates_are_caught_and_a_refusal_is_not():
     caught = Recovery(None, enabled=True).caught
     for error in (EngineDied, EngineUnreachable, WeightUpdateError):
         assert issubclass(error, caught)
@@ -52,27 +49,26 @@ def test_lost_engines_and_weight_updates_are_caught_and_a_refusal_is_not():
     [(False, EngineDied("it ended")), (True, EngineError("401")), (True, EngineBusy("503"))],
 )
 def test_a_cause_that_no_restart_fixes_is_given_back_and_nothing_restarts(one_rank, enabled, cause):
-    recovery = Recovery(engines := Engines(), enabled=enabled)
+    recovery = Recovery(servers := Servers(), enabled=enabled)
     assert recovery.needed(cause) and recovery.restart(cause) is cause
-    assert engines.calls == []
+    assert servers.calls == []
 
 
 def test_rank_0_restarts_where_it_has_a_failure(one_rank):
-    engines = Engines()
-    recovery = Recovery(engines, enabled=True)
+    servers = Servers()
+    recovery = Recovery(servers, enabled=True)
     assert not recovery.needed(None) and recovery.needed(EngineDied("it ended"))
     assert recovery.restart(EngineDied("it ended")) is None
-    recovery.restored(7)
-    assert engines.calls == ["restart", ("restored", 7)]
+    assert servers.calls == ["restart"]
     assert recovery.counts() == {"engine_restarts": 2}
 
 
 def test_what_prevents_a_restart_is_given_back_and_an_error_of_ours_is_raised(one_rank):
     failure = EngineDied("too many restarts")
     lost = EngineDied("it ended")
-    assert Recovery(Engines(failure), enabled=True).restart(lost) is failure
+    assert Recovery(Servers(failure), enabled=True).restart(lost) is failure
     with pytest.raises(ZeroDivisionError):
-        Recovery(Engines(ZeroDivisionError()), enabled=True).restart(lost)
+        Recovery(Servers(ZeroDivisionError()), enabled=True).restart(lost)
 
 
 @pytest.mark.parametrize("said", [None, "too many restarts"])
@@ -84,5 +80,4 @@ def test_another_rank_hears_what_prevents_the_restart(one_rank, monkeypatch, sai
         assert failure is None
     else:
         assert "too many restarts" in str(failure)
-    recovery.restored(7)
     assert recovery.counts() == {}

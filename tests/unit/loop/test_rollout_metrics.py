@@ -10,7 +10,7 @@ from tests.unit.config.test_config import config
 
 from r3train.algo.reward_stats import group_stats
 from r3train.config.algorithm_settings import AlgorithmSection
-from r3train.loop.fleet import RankZero
+from r3train.loop.rank_zero import RankZero
 from r3train.loop.prepare import train_samples
 from r3train.loop.rollout_source import RolloutSource
 from r3train.loop.step_metrics import gap_warning, rollout_metrics, train_metrics
@@ -62,7 +62,9 @@ def test_generation_alone_writes_the_mean_of_each_part_too(tmp_path):
             return lambda *args, **options: None
 
     rank_zero = RankZero(
-        engines=SimpleNamespace(start_producer=Source, fault_counts=dict),
+        servers=SimpleNamespace(fault_counts=dict),
+        weights=None,
+        rollouts=SimpleNamespace(start_producer=Source),
         display=Display(),
         metrics=SimpleNamespace(
             write=lambda _, record: written.append(record), write_samples=lambda *_: None
@@ -264,7 +266,7 @@ def test_the_display_counts_tokens_of_its_own_wait_and_none_that_were_there_befo
         train_update=lambda *_: None,
         rollout_update=lambda *done: shown.append(done),
     )
-    RankZero(None, display, None, None).next_groups(Source(), 0, 2)
+    RankZero(None, None, None, display, None, None).next_groups(Source(), 0, 2)
     assert shown == [(1, 50), (1, 100), (2, 100)]
 
 

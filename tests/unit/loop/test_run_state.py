@@ -28,7 +28,7 @@ from r3train.loop import prompt_log
 from r3train.loop.async_loop import AsyncLoop
 from r3train.loop.run_evaluations import Evaluations
 from r3train.loop.run_state import BUFFER_FILE, RunState, WatchedSource
-from r3train.loop.fleet import RankZero
+from r3train.loop.rank_zero import RankZero
 from r3train.loop.replay_source import Conversations
 from r3train.loop.rollout_file import read_samples
 from r3train.loop.route_transport import RoutesOnRank0
@@ -380,7 +380,9 @@ def test_a_rollout_that_cannot_be_scored_dumped_or_replaced_waits_in_a_checkpoin
             settings,
             hf,
             SimpleNamespace(topology=RankTopology()),
-            rank_zero=RankZero(side, display, metrics, Evaluations([], {}, metrics, display)),
+            rank_zero=RankZero(
+                None, None, side, display, metrics, Evaluations([], {}, metrics, display)
+            ),
             evidence=None,
             run_state=run_state_of(tmp_path, prompts, told, checkpointer, settings),
             routes=RoutesOnRank0(None, ()),

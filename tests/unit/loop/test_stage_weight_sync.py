@@ -20,7 +20,7 @@ import torch.distributed as dist
 from r3train.engine import publish
 from r3train.engine.backend import EngineDied, EngineError
 from r3train.engine.publish import WeightUpdateError
-from r3train.launch.start import engines
+from r3train.loop import server_weights
 from r3train.loop import stage_weight_sync
 from r3train.loop.stage_weight_sync import StageLeaderPublisher, PerStagePublisher
 
@@ -252,15 +252,17 @@ def test_a_leader_of_another_node_takes_an_address_of_its_own(monkeypatch, rank,
     monkeypatch.setattr(dist, "get_world_size", lambda: 16)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     monkeypatch.setenv("MASTER_ADDR", "head")
-    monkeypatch.setattr(engines, "broadcast_json", lambda _: ["127.0.0.1", "10.0.0.7"])
+    monkeypatch.setattr(server_weights, "broadcast_json", lambda _: ["127.0.0.1", "10.0.0.7"])
     monkeypatch.setattr(
-        engines, "_broadcast", lambda _, hosts, asked: dict(bucket_bytes=1, at=(hosts, asked))
+        server_weights,
+        "broadcast_settings",
+        lambda _, hf, hosts, asked: dict(bucket_bytes=1, at=(hosts, asked)),
     )
-    monkeypatch.setattr(engines, "StageLeaderPublisher", lambda bucket_bytes, at: at)
+    monkeypatch.setattr(server_weights, "StageLeaderPublisher", lambda bucket_bytes, at: at)
     config = SimpleNamespace(
         weight_senders=lambda world_size, one_node: range(4, world_size, 4),
         trainer=SimpleNamespace(
             update_weight_master_address=asked, update_weight_transfer_mode="distributed"
         ),
     )
-    assert engines.build_sender(SimpleNamespace(config=config), None) == expected
+    assert server_weights.build_sender(config, None, None) == expected

@@ -10,7 +10,7 @@ import pytest
 from r3train.config import RunConfig
 from r3train.launch.job import resume
 from r3train.launch.job.resume import unknown_temperature
-from r3train.launch.start.rollout_sources import build_engines
+from r3train.launch.start.rollout_sources import build_rollouts
 from r3train.loop.run_state import BUFFER_FILE
 from r3train.loop.replay_source import dump_rollout, load_rollout
 from r3train.loop.rollout_file import read_facts, read_samples, write_samples
@@ -108,7 +108,7 @@ def replayed(directory, told, **settings):
     config = RunConfig.from_toml(RECIPE, options | settings)
     display = SimpleNamespace(note=lambda text, style="": told.append(text))
     job = SimpleNamespace(config=config, hf=SimpleNamespace(vocab_size=99, index_topk=None))
-    return build_engines(job, directory, display, resume.ResumePoint(), None).start_producer()
+    return build_rollouts(job, None, display, resume.ResumePoint()).start_producer()
 
 
 def test_a_replay_refuses_rollouts_of_another_temperature(tmp_path):
@@ -153,7 +153,8 @@ def test_rollouts_without_training_name_their_temperature(tmp_path):
     config = RunConfig.from_toml(RECIPE, settings)
     made = SimpleNamespace(next_batch=lambda rollout_id, on_wait: groups(), stats=dict)
     rank_zero = SimpleNamespace(
-        engines=SimpleNamespace(start_producer=lambda: made, fault_counts=dict),
+        rollouts=SimpleNamespace(start_producer=lambda: made),
+        servers=SimpleNamespace(fault_counts=dict),
         display=SimpleNamespace(step_line=lambda metrics: None),
         metrics=SimpleNamespace(write=lambda *_: None, write_samples=lambda *_: None),
         next_groups=lambda source, number, count: source.next_batch(number),

@@ -15,7 +15,7 @@ from r3train.generation.episode_task import RequestSettings
 from r3train.host_group import join_ranks, leave_ranks
 from r3train.loop.async_loop import AsyncLoop
 from r3train.loop.device_turns import Colocated
-from r3train.loop.fleet import RankZero
+from r3train.loop.rank_zero import RankZero
 from r3train.loop.recovery import Recovery
 from r3train.loop.weight_update import WeightUpdate
 from r3train.observe.console import RunDisplay
@@ -29,7 +29,6 @@ class Side:
 
     def __init__(self):
         self.calls = []
-        self.publisher = None
 
     def keep_onloaded(self, *kinds):
         self.calls.append(("servers", *kinds))
@@ -41,6 +40,8 @@ class Side:
 
     def restored(self, version):
         self.calls.append(("restored", version))
+
+    def resume(self):
         self.producer.resume()
 
 
@@ -62,7 +63,7 @@ def test_a_server_lost_when_it_should_release_is_restarted_and_the_batch_waits_f
             settings,
             read_hf_facts(tiny / "model"),
             SimpleNamespace(topology=RankTopology(), memory=memory),
-            rank_zero=RankZero(side, RunDisplay(4, enabled=False), None, None),
+            rank_zero=RankZero(side, side, side, RunDisplay(4, enabled=False), None, None),
             evidence=None,
             run_state=None,
             routes=SimpleNamespace(slices=lambda prepared, count: []),
@@ -102,8 +103,6 @@ def test_a_server_lost_when_it_should_release_is_restarted_and_the_batch_waits_f
 class Refuses:
     """Servers that never hold their memory again."""
 
-    publisher = None
-
     def __init__(self):
         self.calls = []
 
@@ -111,7 +110,7 @@ class Refuses:
         self.calls.append(kinds)
         raise EngineBusy("answered 503")
 
-    def stop_servers(self):
+    def stop(self):
         self.calls.append("stop")
 
 
@@ -119,17 +118,17 @@ def test_servers_that_refuse_their_turn_for_good_end_the_run_after_a_checkpoint(
     settings = config(
         hf_checkpoint=tiny / "model", colocate=True, max_weight_staleness=0, max_engine_restarts=1
     )
-    fleet, held, saved = Refuses(), [], []
+    servers, held, saved = Refuses(), [], []
     memory = SimpleNamespace(hold=lambda *parts: held.append(parts), is_whole=False)
-    actor, recovery = SimpleNamespace(memory=memory), Recovery(fleet, enabled=True)
+    actor, recovery = SimpleNamespace(memory=memory), Recovery(servers, enabled=True)
     join_ranks("gloo", HashStore(), 0, 1, timeout=timedelta(seconds=60))
     try:
         update = WeightUpdate(
             config=settings,
             hf=read_hf_facts(tiny / "model"),
             actor=actor,
-            rank_zero=RankZero(fleet, RunDisplay(4, enabled=False), None, None),
-            turns=Colocated(settings, actor, fleet, recovery),
+            rank_zero=RankZero(servers, None, None, RunDisplay(4, enabled=False), None, None),
+            turns=Colocated(settings, actor, servers, recovery),
             recovery=recovery,
             run_state=SimpleNamespace(save_failed=lambda *of: saved.append((of[0], held[-1]))),
             sender=None,
@@ -143,4 +142,4 @@ def test_servers_that_refuse_their_turn_for_good_end_the_run_after_a_checkpoint(
     finally:
         leave_ranks()
     # once the servers have left, and all that a checkpoint needs has come back
-    assert saved == [(3, ("weights", "gradients", "optimizer"))] and fleet.calls[-1] == "stop"
+    assert saved == [(3, ("weights", "gradients", "optimizer"))] and servers.calls[-1] == "stop"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ from r3train.host_group import join_ranks, leave_ranks
 from r3train.loop import async_loop, weight_update
 from r3train.loop.async_loop import AsyncLoop
 from r3train.loop.device_turns import Disaggregated
-from r3train.loop.fleet import RankZero, RolloutFleet
+from r3train.loop.rank_zero import RankZero
 from r3train.loop.intake import Intake, Taken
 from r3train.loop.recovery import Recovery
 from r3train.loop.rollout_source import RolloutSource
@@ -33,8 +34,10 @@ def one_rank():
     leave_ranks()
 
 
-class Servers(RolloutFleet):
-    """Rank 0's servers, which are lost in the update to ``lost_at``."""
+class Servers:
+    """Rank 0's servers and their weights, which are lost in the update to ``lost_at``."""
+
+    is_deserted = False
 
     def __init__(self, lost_at: int) -> None:
         self.lost_at, self.publisher = lost_at, self
@@ -48,7 +51,10 @@ class Servers(RolloutFleet):
     def restart(self):
         pass
 
-    abandon = restart
+    abandon = resume = restart
+
+    def unchanged(self):
+        return nullcontext()
 
     def restored(self, version):
         pass
@@ -67,7 +73,7 @@ def test_new_servers_of_a_lora_run_are_sent_all_tensors_and_later_the_targets_al
         config=config(lora_rank=4, max_engine_restarts=1),
         hf=facts(),
         actor=SimpleNamespace(hf_weights=hf_weights),
-        rank_zero=RankZero(servers, RunDisplay(4, enabled=False), None, None),
+        rank_zero=RankZero(servers, servers, servers, RunDisplay(4, enabled=False), None, None),
         turns=Disaggregated(),
         recovery=Recovery(servers, enabled=True),
         run_state=None,
@@ -98,7 +104,7 @@ def test_weights_that_nobody_is_there_to_get_are_made_up_for_when_a_server_has_j
         config=config(rollout_engines_file="f"),
         hf=facts(),
         actor=SimpleNamespace(hf_weights=lambda **how: iter(())),
-        rank_zero=RankZero(servers, RunDisplay(4, enabled=False), None, None),
+        rank_zero=RankZero(servers, servers, servers, RunDisplay(4, enabled=False), None, None),
         turns=Disaggregated(),
         recovery=Recovery(servers, enabled=True),
         run_state=None,

@@ -15,8 +15,8 @@ from r3train.engine.control import EngineControl
 from r3train.engine.members import Members
 from r3train.engine.publish import WeightPublisher
 from r3train.launch.job.preflight import check_engines_file
-from r3train.launch.start import door as module
-from r3train.launch.start.door import Door
+from r3train.launch.start import discovery as module
+from r3train.launch.start.discovery import Discovery
 from tests.fakes.server import Fake
 
 
@@ -53,7 +53,7 @@ class Disk(WeightPublisher):
 
 @contextlib.asynccontextmanager
 async def fleet(tmp_path, monkeypatch, *fakes, gives=True, timeout_s=20.0, wait_s=60.0, **how):
-    """A door whose first server has joined and holds version 7; ``told`` has (server, what, why)."""
+    """A run's discovery, whose first server has joined and holds version 7; ``told`` has (server, what, why)."""
     monkeypatch.setattr(module, "_EVERY_S", 0.02)
     monkeypatch.setattr(module, "_AGAIN_S", 0.05)
     async with contextlib.AsyncExitStack() as stack:
@@ -66,7 +66,7 @@ async def fleet(tmp_path, monkeypatch, *fakes, gives=True, timeout_s=20.0, wait_
         it = SimpleNamespace(members=members, told=told, source=source, addrs=addrs, notes=[])
         it.busy, it.control = set(), control
         it.name = lambda *which: source.write_text("\n".join(addrs[i] for i in which))
-        it.door = Door(
+        it.discovery = Discovery(
             source=source,
             members=members,
             control=control,
@@ -77,9 +77,9 @@ async def fleet(tmp_path, monkeypatch, *fakes, gives=True, timeout_s=20.0, wait_
             health_timeout_s=timeout_s,
             wait_s=wait_s,
         )
-        stack.callback(it.door.close)
+        stack.callback(it.discovery.close)
         it.name(0)
-        await asyncio.to_thread(it.door.open)
+        await asyncio.to_thread(it.discovery.start)
         fakes[0].label, fakes[0].holds = "7", "right"
         members.record(7)
         yield it
@@ -181,7 +181,7 @@ async def test_what_the_run_refuses_is_said_once_and_tried_again_without_weights
 
 async def test_nobody_joins_in_the_middle_of_an_update(tmp_path, monkeypatch):
     async with fleet(tmp_path, monkeypatch, Server(), Server()) as it:
-        with it.door.lock:
+        with it.discovery.lock:
             it.name(0, 1)
             await asyncio.sleep(0.4)
             assert it.members.present() == [0]
@@ -250,13 +250,13 @@ async def test_without_a_server_the_run_waits_says_so_and_ends_after_its_time(
     tmp_path, monkeypatch
 ):
     async with fleet(tmp_path, monkeypatch, Server(), wait_s=0.5) as it:
-        it.door.check()
+        it.discovery.check()
         it.members.leave(0, "it died")
         it.source.write_text("")
         await until(lambda: any("no server" in note for note in it.notes))
         time.sleep(0.6)
         with pytest.raises(EngineError, match="rollout-wait-for-servers-s"):
-            it.door.check()
+            it.discovery.check()
 
 
 def test_a_start_is_refused_whose_addresses_others_may_write_and_a_missing_file_may_come(tmp_path):

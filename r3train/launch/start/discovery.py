@@ -1,4 +1,4 @@
-"""The door of a run (--rollout-engines-file): servers of others that join it and leave it while it goes on; a thread of rank 0.
+"""Discovery of servers (--rollout-engines-file): those of others join a run and leave it while it goes on; a thread of rank 0.
 
 Every second it reads the addresses that are named, and asks all members for a sign of life:
 
@@ -34,8 +34,8 @@ _SAID_EVERY_S = 30.0
 
 
 @dataclass(eq=False)
-class Door:
-    """Lets servers in and out.
+class Discovery:
+    """Lets servers join and leave.
 
     source: the file or directory of their addresses.  examine: raises EngineError or ValueError for a server, by its number,
     that does not go with the run.  publisher: makes the run's, once a server is known.  is_busy: whether a server has
@@ -63,9 +63,9 @@ class Door:
         self._deserted_since = self._next_line = 0.0
         self._unreadable = ""
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="door", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="discovery", daemon=True)
 
-    def open(self) -> None:
+    def start(self) -> None:
         """Begin, and wait until a server has joined; raises EngineError after ``wait_s``."""
         self._deserted_since = time.monotonic()
         self._thread.start()
