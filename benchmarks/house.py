@@ -38,7 +38,8 @@ WAYS = ("prompt", "routes", "update")  # as tests/e2e/train_traced.py names them
 # others that run have no part in the story (metrics, logs, settings, what stands in for CUDA).
 READ = """
     launch/train launch/start/train launch/start/run_rank launch/rollout_sources launch/start/rollout_sources
-    launch/engines launch/start/engines loop/async_loop loop/intake loop/fleet loop/run_state
+    launch/engines launch/start/engines launch/start/servers launch/start/rollouts loop/server_weights loop/async_loop
+    loop/intake loop/fleet loop/rank_zero loop/run_state
     generation/producer generation/scheduler generation/shared generation/slots generation/buffer
     generation/rollout_task generation/episode_task generation/episode generation/stitch generation/group_scorer
     generation/update_gate engine/backend engine/client engine/http engine/sglang_http engine/answer routing/wire

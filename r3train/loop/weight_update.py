@@ -12,16 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 from r3train.config import RunConfig
 from r3train.families.hf_facts import HfModelFacts
-from r3train.engine.publish import WeightPublisher
+from r3train.engine.publish import Published, WeightPublisher
+from r3train.engine.publish_disk import Comparison
 from r3train.families import quantised_tensors, tensor_shapes
 from r3train.fp8_blocks import as_served
-from r3train.hf_checkpoint import WeightIndex
+from r3train.hf_checkpoint import NamedTensors, WeightIndex
 from r3train.host_group import rank_zero_alone
 from r3train.loop.canaries import Canaries
 from r3train.loop.device_turns import Disaggregated, Sent
 from r3train.loop.distribute import broadcast_json, gather_json
-from r3train.loop.rank_zero import RankZero
 from r3train.loop.held_weights import HeldWeights
+from r3train.loop.rank_zero import RankZero
 from r3train.loop.recovery import FAILED, Recovery
 from r3train.loop.rollout_source import RolloutSource
 from r3train.loop.run_state import RunState
@@ -30,6 +31,8 @@ from r3train.loop.run_state import RunState
 # which an eighth is more than this
 _EXPORTED_AGAIN = 8
 _EXPORTED_AGAIN_BYTES = 8 << 30
+# where tensors are gathered to, by the transport, if ranks next to rank 0 send their own
+_SENDERS = {"distributed": "leaders", "shared_memory": "owners"}
 
 if TYPE_CHECKING:
     from r3train.trainer.megatron.actor import MegatronActor
@@ -42,6 +45,35 @@ def compared_every(num_layers: int, num_bytes: int) -> int:
     [8, 44, 61]
     """
     return min(num_layers, max(_EXPORTED_AGAIN, -(-num_bytes // _EXPORTED_AGAIN_BYTES)))
+
+
+@dataclass(eq=False)
+class Update:
+    """One update of the servers, on each rank.
+
+    weights: the actor's, as they are sent; targets_alone: those with an adapter only.  again: a second export, with which
+    servers' tensors are compared, of all layers with ``checks_all``; None without a comparison.
+    """
+
+    version: int
+    weights: NamedTensors
+    targets_alone: bool
+    again: NamedTensors | None
+    checks_all: bool
+    # on rank 0, as far as the update has come
+    published: Published | None = None
+    comparison: Comparison | None = None
+    held_metrics: dict[str, Any] | None = None
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """The metrics of an update that every server holds."""
+        return {
+            "perf/published_bytes": self.published.num_bytes,
+            "perf/published_tensors": self.published.num_tensors,
+            "rollout/weight_version": self.version,
+            **(self.held_metrics or {}),
+        }
 
 
 @dataclass(eq=False)
@@ -73,8 +105,8 @@ class WeightUpdate:
         num_bytes = sum(math.prod(shapes[name]) for name in self._quantised)
         self._compared_every = compared_every(self.hf.num_hidden_layers, num_bytes)
         in_parts = any(gather_json(self.sender is not None))
-        in_memory = self.config.trainer.update_weight_transfer_mode == "shared_memory"
-        self._gather_to = "rank_0" if not in_parts else "owners" if in_memory else "leaders"
+        mode = self.config.trainer.update_weight_transfer_mode
+        self._gather_to = _SENDERS[mode] if in_parts else "rank_0"
         self._weight_index = None
         if self.rank_zero is not None and self.config.has_engines:
             config = self.config
@@ -139,19 +171,38 @@ class WeightUpdate:
 
     def _serve(self, weight_version: int, quiet: AbstractContextManager[None]) -> Sent:
         """Begin the servers' turn with the weights of ``weight_version``, and send them canaries."""
-        metrics, failure = self.turns.serve(lambda: self._send(weight_version, quiet))
+        metrics, failure = self.turns.serve(lambda: self._update(weight_version, quiet))
         sent = self.rank_zero is not None and failure is None and self.recovery.fatal is None
         if self.canaries is not None and sent:
             self.canaries.send(weight_version)
         return metrics, failure
 
-    def _send(self, weight_version: int, quiet: AbstractContextManager[None]) -> Sent:
-        """Publish while nothing is generated: rank 0 sends; other ranks join gathers or send their own weights.
+    def _update(self, weight_version: int, quiet: AbstractContextManager[None]) -> Sent:
+        """Quiet the servers, send, verify and resume; other ranks join gathers or send their own weights.
 
         Returns metrics, or on rank 0 a failure of the servers.  Nothing is sent if
         the source has failed meanwhile.  Raises ValueError where the tensors that went out are not those
         of the checkpoint, and NotServed.
         """
+        update = self._export_for(weight_version)
+        quietly, failure = self._quiet(quiet)
+        if self.rank_zero is None:
+            self._send_part(update)
+            return {}, None
+        try:
+            with quietly:
+                if failure is not None:
+                    raise failure
+                self._send(update)
+                self._verify(update)
+                if self._source is not None:
+                    self._source.set_version(weight_version)
+        except Exception as error:
+            return {}, self._failed(update, error)
+        return update.metrics, None
+
+    def _export_for(self, weight_version: int) -> Update:
+        """Begin an update: its tensors are gathered as they are sent, each summed on its way."""
         adapters = self.config.serves_adapters
         targets_only = self._servers_hold_base and self.config.may_send_targets_alone
         if adapters:
@@ -161,91 +212,99 @@ class WeightUpdate:
             weights = as_served(weights, self._quantised)
         if self.held is not None:
             weights = self.held.over(weights)
-        again, comparison = [], None
         checks_all = self.config.trainer.check_weight_update_equal and not adapters
+        again = None
         if checks_all or (self._quantised and self.held is not None):
             layers = None if checks_all else self._layers_again(weight_version)
-            # the servers' tensors are compared with a second export
-            again = [as_served(self.actor.hf_weights(layers=layers), self._quantised)]
+            again = as_served(self.actor.hf_weights(layers=layers), self._quantised)
         self._export = None
+        return Update(weight_version, weights, targets_only, again, checks_all)
+
+    def _quiet(
+        self, quiet: AbstractContextManager[None]
+    ) -> tuple[AbstractContextManager[None], Exception | None]:
+        """Rank 0: wait until no server joins and nothing is generated; returns the end of that, and what went wrong.
+
+        A collective: the other ranks wait, for requests in flight may take long to end.
+        """
         quietly, failure = ExitStack(), None
-        with rank_zero_alone():  # requests in flight may take long to end
+        with rank_zero_alone():
             if self.rank_zero is not None:
                 try:
                     quietly.enter_context(self.rank_zero.servers.unchanged())
                     quietly.enter_context(quiet)
                 except Exception as error:  # noqa: BLE001 - the other ranks go on first
                     failure = error
-        if self.rank_zero is None:
-            if self.sender is not None:
-                self.sender.send(weights, version=weight_version)
-            for _ in chain(weights, *again):
-                raise AssertionError("only rank 0 holds whole tensors")
-            if self.held is not None:
-                self.held.judge(weight_version)
-            return {}, None
-        published = None
-        held_metrics: dict[str, Any] | None = None
+        return quietly, failure
 
-        def drain() -> None:
-            """Let the other ranks go on, which are sending."""
-            for _ in weights:  # first: others that send may wait for these
-                pass
-            if published is None:
-                self.rank_zero.weights.publisher.abandon()
-            for _ in chain(*again):
-                pass
-            if self.held is not None and held_metrics is None:
-                self.held.judge(weight_version, sent=False)
+    def _send_part(self, update: Update) -> None:
+        """Ranks other than 0: send their own weights, and join the gathers of rank 0's update."""
+        if self.sender is not None:
+            self.sender.send(update.weights, version=update.version)
+        for _ in chain(update.weights, update.again or ()):
+            raise AssertionError("only rank 0 holds whole tensors")
+        if self.held is not None:
+            self.held.judge(update.version)
 
-        try:
-            with quietly:
-                if failure is not None:
-                    raise failure
-                self.turns.onload_server_weights()
-                published = self.rank_zero.weights.publisher.publish(
-                    weights, version=weight_version
-                )
-                if not adapters:  # adapters are compared with the checkpoint when they are written
-                    self._weight_index.require(
-                        published.sent,
-                        published.num_bytes,
-                        version=weight_version,
-                        targets_alone=targets_only,
-                    )
-                for export in again:
-                    comparison = self.rank_zero.weights.compare(export, weight_version)
-                    if self._quantised:
-                        shutil.rmtree(comparison.checkpoint)
-                    else:
-                        self._export = comparison.checkpoint
-                    if checks_all:
-                        comparison.require_equal(weight_version)
-                if self.held is not None:
-                    held_metrics = self.held.judge(weight_version, comparison=comparison)
-                if self._source is not None:
-                    self._source.set_version(weight_version)
-        except Exception as error:
-            generating_failed = self._source is not None and error is self._source.failure
-            if not generating_failed and not isinstance(error, FAILED):
-                raise
-            drain()
-            changes = self.config.rollout.rollout_engines_file is not None
-            if changes and self._source is not None and not generating_failed:
-                # requests that wait for a server may be answered before the next try has ended
-                self._source.set_version(weight_version)
-                if self.rank_zero.servers.is_deserted:  # ``revive`` brings them to the next servers
-                    return {}, None
-            if generating_failed and not isinstance(error, self.recovery.caught):
-                self.recovery.fatal = error  # the ranks come together at the next rollout
-                return {}, None
-            return {}, error
-        return {
-            "perf/published_bytes": published.num_bytes,
-            "perf/published_tensors": published.num_tensors,
-            "rollout/weight_version": weight_version,
-            **(held_metrics or {}),
-        }, None
+    def _send(self, update: Update) -> None:
+        """Rank 0: send the weights; raises ValueError unless every tensor of the checkpoint went out."""
+        self.turns.onload_server_weights()
+        publisher = self.rank_zero.weights.publisher
+        update.published = publisher.publish(update.weights, version=update.version)
+        if (
+            not self.config.serves_adapters
+        ):  # these are compared with the checkpoint when they are written
+            self._weight_index.require(
+                update.published.sent,
+                update.published.num_bytes,
+                version=update.version,
+                targets_alone=update.targets_alone,
+            )
+
+    def _verify(self, update: Update) -> None:
+        """Rank 0: hold what servers hold against a second export and their own checksums; raises NotServed."""
+        if update.again is not None:
+            comparison = self.rank_zero.weights.compare(update.again, update.version)
+            update.comparison = comparison
+            if self._quantised:
+                shutil.rmtree(comparison.checkpoint)
+            else:
+                self._export = comparison.checkpoint
+            if update.checks_all:
+                comparison.require_equal(update.version)
+        if self.held is not None:
+            update.held_metrics = self.held.judge(update.version, comparison=update.comparison)
+
+    def _failed(self, update: Update, error: Exception) -> BaseException | None:
+        """Rank 0: let the other ranks go on after an error; returns it where the servers' restart may mend it.
+
+        Raises an error that is neither the servers' nor the source's.
+        """
+        generating_failed = self._source is not None and error is self._source.failure
+        if not generating_failed and not isinstance(error, FAILED):
+            raise error
+        self._let_others_go_on(update)
+        changes = self.config.rollout.rollout_engines_file is not None
+        if changes and self._source is not None and not generating_failed:
+            # requests that wait for a server may be answered before the next try has ended
+            self._source.set_version(update.version)
+            if self.rank_zero.servers.is_deserted:  # ``revive`` brings them to the next servers
+                return None
+        if generating_failed and not isinstance(error, self.recovery.caught):
+            self.recovery.fatal = error  # the ranks come together at the next rollout
+            return None
+        return error
+
+    def _let_others_go_on(self, update: Update) -> None:
+        """Rank 0: join what the other ranks, which are sending, still do in an update that has failed."""
+        for _ in update.weights:  # first: others that send may wait for these
+            pass
+        if update.published is None:
+            self.rank_zero.weights.publisher.abandon()
+        for _ in update.again or ():
+            pass
+        if self.held is not None and update.held_metrics is None:
+            self.held.judge(update.version, sent=False)
 
     def _layers_again(self, weight_version: int) -> range:
         """Layer ids of which a second export is compared: a share of them, the next share at the next update."""

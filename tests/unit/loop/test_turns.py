@@ -68,7 +68,7 @@ def test_a_server_lost_when_it_should_release_is_restarted_and_the_batch_waits_f
             run_state=None,
             routes=SimpleNamespace(slices=lambda prepared, count: []),
         )
-        loop._update._send = lambda *_: (side.calls.append(("sent",)) or {}, None)
+        loop._update._update = lambda *_: (side.calls.append(("sent",)) or {}, None)
         loop._intake._prepare = lambda _, groups: (
             taken.extend(groups) or SimpleNamespace(counts=[0]),
             {},
