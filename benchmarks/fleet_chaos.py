@@ -201,7 +201,7 @@ def train(
 def problems(run_dir: Path, weights: bytes | None, steps: int) -> list[str]:
     """Return the faults of a job that has ended; weights: those that it must have trained."""
     records = prompt_log.read([run_dir])
-    found = [f"{what}: {values}" for what, values in prompt_log.audit(records).items() if values]
+    found = [f"{what}: {values}" for what, values in prompt_log.faults(records).items() if values]
     groups = [group for record in records for group in record["group_ids"]]
     if groups != list(range(GROUPS * steps)):
         found.append(f"groups trained: {groups}")

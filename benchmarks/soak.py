@@ -259,7 +259,7 @@ class Soak:
     def _audit(self) -> None:
         config = RunConfig.from_toml(self.run_dir / "config.toml")
         records = prompt_log.read([self.run_dir])
-        for what, values in prompt_log.audit(records).items():
+        for what, values in prompt_log.faults(records).items():
             if values:
                 self.problems.append(f"{what}: {values}")
         groups = [g for record in records for g in record["group_ids"]]

@@ -227,8 +227,8 @@ def explained(place: Place) -> Iterator[str]:
         yield f"  file     {place.name} in the table [{place.section}]"
     yield f"  value    {value_of(place.info).replace('`', '')}"
     yield f"  default  {default_of(place.info)}"
-    if others := [name for name, here in PEERS.items() if place.name in re.split(r"\W+", here)]:
-        yield f"  in other trainers  {', '.join(others)}"
+    if names := [name for name, here in PEERS.items() if place.name in re.split(r"\W+", here)]:
+        yield f"  in other trainers  {', '.join(names)}"
     yield ""
     yield " ".join(place.info.description.split())
     yield from (

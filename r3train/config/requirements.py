@@ -138,21 +138,23 @@ class Requirement:
         """Yield each condition that is broken, with the complaint: one line."""
         if not self.asked_by(place, run):
             return
-        own, why = _said(place.name, value_of(run, place.name)), f": {self.why}" if self.why else ""
+        given, why = _said(place.name, value_of(run, place.name)), (
+            f": {self.why}" if self.why else ""
+        )
         first = self.conditions[0]
         if self.verb in _COMPARED:
             other = value_of(run, first.name)
             if other is not None and not _COMPARED[self.verb](value_of(run, place.name), other):
-                yield first, f"{own} {_BEYOND[self.verb]} {_said(first.name, other)}{why}"
+                yield first, f"{given} {_BEYOND[self.verb]} {_said(first.name, other)}{why}"
         elif self.verb == "cannot go with":
             for condition in self.conditions:
                 if condition.holds(run):
                     other = _FACTS.get(condition.text)
                     other = other or _said(condition.name, value_of(run, condition.name))
-                    yield condition, f"{own} {self.verb} {other}{why}"
+                    yield condition, f"{given} {self.verb} {other}{why}"
         elif not any(condition.holds(run) for condition in self.conditions):
-            others = " or ".join(condition.words(run) for condition in self.conditions)
-            yield first, f"{own} {self.verb} {others}{why}"
+            conditions = " or ".join(condition.words(run) for condition in self.conditions)
+            yield first, f"{given} {self.verb} {conditions}{why}"
 
     def words(self) -> str:
         """Return the requirement as a sentence, for the page and for editors."""

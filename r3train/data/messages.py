@@ -63,9 +63,9 @@ def read_messages(
             message = _read_message(given)
         except (ChatRefused, RecursionError, ValueError) as error:
             raise ValueError(f"message {index + 1}: {error}") from None
-        others = sorted(key for key in given.keys() - FIELDS if given[key] not in NOTHING)
-        message |= {key: without_nulls(given[key]) for key in others if reads(key)}
-        unknown += [(index, key) for key in others if not reads(key)]
+        extra = sorted(key for key in given.keys() - FIELDS if given[key] not in NOTHING)
+        message |= {key: without_nulls(given[key]) for key in extra if reads(key)}
+        unknown += [(index, key) for key in extra if not reads(key)]
         messages.append(message)
     return messages, unknown
 

@@ -264,8 +264,8 @@ class RowTemplate:
         self, messages: Sequence[Message], tools: Tools, *, asks: bool = True, where: str = ""
     ) -> str:
         """Messages of ``read_messages`` as ``ChatTemplate.text`` writes them."""
-        others = ({key: m[key] for key in m.keys() - FIELDS} for m in messages)
-        given = [plain(m, self.arguments) | other for m, other in zip(messages, others)]
+        extras = ({key: m[key] for key in m.keys() - FIELDS} for m in messages)
+        given = [plain(m, self.arguments) | extra for m, extra in zip(messages, extras)]
         return self.chat.text(given, tools, asks=asks, where=where)
 
 

@@ -217,8 +217,8 @@ def check_tuned_experts(
     if experts is None or sglang is None:
         return
     name = "E={},N={},device_name={}.json".format(*experts, card.replace(" ", "_"))
-    own = Path(sglang.origin).parent / "srt/layers/moe/moe_runner/triton_utils"
-    files = sorted(Path(environ.get(_TUNED, own)).glob(f"configs/triton_*/{name}"))
+    tables = Path(sglang.origin).parent / "srt/layers/moe/moe_runner/triton_utils"
+    files = sorted(Path(environ.get(_TUNED, tables)).glob(f"configs/triton_*/{name}"))
     if files:
         yield ok("tuned experts", f"{name}, {', '.join(file.parent.name for file in files)}")
         return
@@ -234,10 +234,12 @@ def server_experts(config: RunConfig, hf: HfModelFacts) -> tuple[int, int] | Non
     """
     fields = server_fields(config.rollout.sglang)
     default = "triton" if config.replay.use_rollout_routing_replay else "auto"
-    others = fields.get("moe_runner_backend", default) != "triton" or "moe_a2a_backend" in fields
+    is_other_kernel = (
+        fields.get("moe_runner_backend", default) != "triton" or "moe_a2a_backend" in fields
+    )
     is_elsewhere = config.rollout.has_external_servers and "tp_size" not in fields
     is_served = config.has_engines and hf.is_moe and hf.model_type in FAMILIES
-    if not is_served or is_elsewhere or others:
+    if not is_served or is_elsewhere or is_other_kernel:
         return None
     tp, ep = (max(1, int(fields.get(name, 1))) for name in ("tp_size", "ep_size"))
     shared = hf.content.get("n_shared_experts", 1)

@@ -94,11 +94,13 @@ class SharedMemoryPublisher(WeightPublisher):
             num_buckets += 1
         while len(self._files) > num_buckets:
             self._files.pop().close()
-        own = Published(version, sent, num_bytes, num_buckets, time.monotonic() - began)
-        logger.info("weight update %d: %d bytes written in %.2f s", version, num_bytes, own.seconds)
-        parts, self._gathered = self._gather(asdict(own)), True
+        local = Published(version, sent, num_bytes, num_buckets, time.monotonic() - began)
+        logger.info(
+            "weight update %d: %d bytes written in %.2f s", version, num_bytes, local.seconds
+        )
+        parts, self._gathered = self._gather(asdict(local)), True
         if self._engine is None:
-            return own
+            return local
         for part in (msgspec.convert(part, Published) for part in parts[1:]):
             if twice := sent.keys() & part.sent.keys():
                 raise ValueError(f"weight update {version}: two ranks have written {min(twice)}")

@@ -25,7 +25,7 @@ def _transformer(keys: Keys) -> Fields:
     every = after.index(True) + 1
     numbers = range(1, len(has_indexer) + 1)
     if has_indexer != [max(n - max(first, 1), 0) % every == 0 for n in numbers]:
-        letters = "".join("FS"[not own] for own in has_indexer)
+        letters = "".join("FS"[not has_one] for has_one in has_indexer)
         raise ValueError(
             f"{keys.file}: layers with an indexer of their own (F) and without (S) are {letters}; Megatron"
             " has the first ones, then every n-th"

@@ -195,8 +195,8 @@ def _load_model_config(directory: Path) -> Mapping[str, Any]:
             raise ValueError(f"{file}: key text_config must hold a JSON object, got {text!r}")
         kept = {"tie_word_embeddings": False} | content
         content = content | text | {k: kept[k] for k in ("model_type", "tie_word_embeddings")}
-    own = family.attribute_map.items()
-    return content | {key: content[name] for key, name in own if name in content}
+    attribute_names = family.attribute_map.items()
+    return content | {key: content[name] for key, name in attribute_names if name in content}
 
 
 def _family(content: Mapping[str, Any]) -> Family | None:

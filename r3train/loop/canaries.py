@@ -195,7 +195,7 @@ class Canaries:
             ]
             failed = self._judge(version, kept_scores, kept_log_probs, kept_router)
             self._first = self._first or dict(self._last)
-            self._say_what_they_show(version)
+            self._note_coverage(version)
         self.ready, self._judged_at = True, time.monotonic()
         self._end_if(failed, version, {})
 
@@ -262,7 +262,7 @@ class Canaries:
     def _count(self) -> int:
         return max(_FEWEST, self.config.canaries // self._longest)
 
-    def _say_what_they_show(self, version: int) -> None:
+    def _note_coverage(self, version: int) -> None:
         record, noise = self._records[version][0], self._noise
         coverage = record.coverage
         repeats = (

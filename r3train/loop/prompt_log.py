@@ -1,4 +1,4 @@
-"""A log of trained prompts, one line per rollout, and its audit: none lost, none trained twice.
+"""A log of trained prompts, one line per rollout, and its faults: none lost, none trained twice.
 
 A rollout that is trained again after a crash, from an older checkpoint, has a second line.  The
 later line counts, because the weights of the first are lost.
@@ -47,7 +47,7 @@ def read(run_dirs: Iterable[Path]) -> list[dict[str, Any]]:
     return [steps[step] for step in sorted(steps)]
 
 
-def audit(records: Sequence[dict[str, Any]]) -> dict[str, list[int]]:
+def faults(records: Sequence[dict[str, Any]]) -> dict[str, list[int]]:
     """List rollouts that are missing, and groups and samples that were trained twice."""
     steps = [record["step"] for record in records]
     groups = [g for record in records for g in record["group_ids"]]

@@ -379,8 +379,8 @@ def _error_rows(
         shown, cause = shown + str(cause), _cause(cause)
     rows += [(name, Text(printable(text), style="bold red")) for name, text in facts.items()]
     name, text = rows.pop()
-    first, *others = text.split("\n")
-    details = [("details", Text("\n").join(others))] if others else []
+    first, *rest = text.split("\n")
+    details = [("details", Text("\n").join(rest))] if rest else []
     return [*rows, *details, (name, first)]
 
 

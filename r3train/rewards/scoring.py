@@ -239,5 +239,5 @@ class Scorer:
 
 def first_and_some(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
     """At most ``count`` prompts: the first half of them, and as many of all others, the same at every start."""
-    first, others = prompts[: (count + 1) // 2], prompts[(count + 1) // 2 :]
-    return [*first, *random.Random(0).sample(others, min(count // 2, len(others)))]
+    first, rest = prompts[: (count + 1) // 2], prompts[(count + 1) // 2 :]
+    return [*first, *random.Random(0).sample(rest, min(count // 2, len(rest)))]

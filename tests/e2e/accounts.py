@@ -17,7 +17,7 @@ from r3train.types import RolloutSample
 def audited(run_dirs: list[Path]) -> list[dict]:
     """The prompt log of a run and its continuations, in which nothing is missing or twice."""
     records = prompt_log.read(run_dirs)
-    assert not any(prompt_log.audit(records).values())
+    assert not any(prompt_log.faults(records).values())
     return records
 
 

@@ -49,12 +49,12 @@ class _Endpoint(ChatEndpoint):
 
     model: ScriptedModel
 
-    async def open(self, answer: Any, *others: Any) -> Any:
+    async def open(self, answer: Any, *arguments: Any) -> Any:
         async def decided(request: Any) -> Any:
             self.model.decide(request)
             return await answer(request)
 
-        return await super().open(decided, *others)
+        return await super().open(decided, *arguments)
 
 
 def play_session(config: RunConfig, prompt: Prompt | None = None) -> dict[str, Any]:

@@ -67,8 +67,8 @@ class Job:
         drawn = random.Random(self.config.rollout.rollout_seed).randrange(len(lengths))
         which = {lengths.index(max(lengths)): "longest"}
         which.setdefault(drawn, "random")
-        others = [(self.prompts[index], name) for index, name in which.items() if index]
-        return [line for prompt, name in others for line in shown(prompt, self.tokenizer, name)]
+        further = [(self.prompts[index], name) for index, name in which.items() if index]
+        return [line for prompt, name in further for line in shown(prompt, self.tokenizer, name)]
 
     @property
     def order(self) -> PromptOrder | MixedOrder:

@@ -128,7 +128,7 @@ def check_server_split(config: RunConfig, hf: HfModelFacts) -> None:
         )
 
 
-def check_says_choices(config: RunConfig, hf: HfModelFacts) -> None:
+def check_indexer_flags(config: RunConfig, hf: HfModelFacts) -> None:
     """Raise ConfigError for servers of our own that could not say what the model's indexers chose."""
     if replayed_index_topk(config, hf) is None:
         return

@@ -309,7 +309,7 @@ def _served_model(found: Found, config: RunConfig, hf: HfModelFacts) -> None:
     if config.has_engines and not config.rollout.has_external_servers:
         found.attempt("checkpoint", model_checks.check_class, hf)
         found.attempt(SETTINGS, model_checks.check_server_split, config, hf)
-        found.attempt(SETTINGS, model_checks.check_says_choices, config, hf)
+        found.attempt(SETTINGS, model_checks.check_indexer_flags, config, hf)
 
 
 def _other_models(found: Found, config: RunConfig, hf: HfModelFacts) -> None:

@@ -182,7 +182,7 @@ def held_by_a_run(steps: int, directory: Path) -> list[dict[str, int]]:
                 )
                 written = logged
     records = prompt_log.read([directory])
-    twice = prompt_log.audit(records)
+    twice = prompt_log.faults(records)
     assert not twice["groups_twice"] + twice["samples_twice"] and len(records) == steps
     assert "dropped_zero_variance" in ended, set(ended)
     assert resumed, "no answer was aborted and resumed"

@@ -288,7 +288,7 @@ def test_a_restarted_server_may_round_otherwise(run):
     metrics = run.update(1, spoil=lambda fleet: fleet.weights.__setitem__(1, 0.1 + 1e-7))
     assert metrics["served/passed"] and run.canaries.served(1).servers == 4
     # weights that it had before are found by its bits
-    with pytest.raises(NotServed, match="MOVED: server 1.* under version 0"):
+    with pytest.raises(NotServed, match="MOVED: server 1.* of version 0"):
         run.update(2, spoil=stale(1, 0.0))
 
 

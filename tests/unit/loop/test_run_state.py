@@ -200,7 +200,7 @@ def test_the_account_of_prompts_counts_the_later_line_of_a_step(tmp_path):
     prompt_log.append(second, 1, [two], 0)
     records = prompt_log.read([first, second])
     assert [r["prompt_ids"] for r in records] == [["p0"], ["p1"]]
-    assert not any(prompt_log.audit(records).values())
+    assert not any(prompt_log.faults(records).values())
 
 
 def test_the_audit_finds_what_is_lost_and_what_is_doubled(tmp_path):
@@ -209,7 +209,7 @@ def test_the_audit_finds_what_is_lost_and_what_is_doubled(tmp_path):
     prompt_log.append(tmp_path, 2, [one], 0)
     with (tmp_path / prompt_log.FILE).open("a") as file:
         file.write('{"step": 3, "cut')
-    assert prompt_log.audit(prompt_log.read([tmp_path])) == {
+    assert prompt_log.faults(prompt_log.read([tmp_path])) == {
         "missing_steps": [1],
         "groups_twice": [0],
         "samples_twice": [0, 1],
