@@ -303,7 +303,7 @@ def test_a_server_that_was_out_of_use_is_held_against_what_it_said_before(run):
     run.fleet.read_canaries = of_server_0
     run.update(2)
     run.fleet.read_canaries = every
-    with pytest.raises(NotServed, match="MOVED: server 1, weight version 3: .* under version 1"):
+    with pytest.raises(NotServed, match="MOVED: server 1, weight version 3: .* of version 1"):
         run.update(3, spoil=stale(1, 0.1))
 
 
@@ -337,7 +337,7 @@ def test_a_resumed_run_has_its_texts_and_first_readings_and_measures_its_own_mac
         np.testing.assert_array_equal(one, other)
     third = Run(later, resumed=checkpoint)
     third.actor.weights = 0.2
-    with pytest.raises(NotServed, match="MOVED: .* under version 0"):
+    with pytest.raises(NotServed, match="MOVED: .* of version 0"):
         third.canaries.begin(2)  # its servers hold the first weights of all
 
 
@@ -417,5 +417,5 @@ def test_a_checkpoint_whose_canaries_drew_nothing_is_gone_on_from(run, tmp_path)
     path.write_bytes(save(tensors, header["__metadata__"]))
     again = Run(tmp_path / "again", resumed=tmp_path)
     again.actor.weights = 0.2
-    with pytest.raises(NotServed, match="MOVED: .* under version 0"):
+    with pytest.raises(NotServed, match="MOVED: .* of version 0"):
         again.canaries.begin(2)  # its servers hold the first weights of all
