@@ -18,9 +18,9 @@ import torch.distributed as dist
 from r3train.cuda_environment import set_nccl_defaults
 
 _host_group: dist.ProcessGroup | None = None
-_beat_s = 5.0
+beat_s = 5.0
 _lost: RuntimeError | None = None  # on rank 0: the error of a beat that another rank did not answer
-_stop_here = _stop_anywhere = False
+stop_here = stop_anywhere = False
 
 
 def join_ranks(
@@ -30,9 +30,9 @@ def join_ranks(
 
     backend: of the default group: gloo, nccl, or auto (nccl with CUDA).
     """
-    global _host_group, _beat_s, _lost, _stop_here, _stop_anywhere
-    _beat_s, _lost = min(5.0, timeout.total_seconds() / 4), None
-    _stop_here = _stop_anywhere = False
+    global _host_group, beat_s, _lost, stop_here, stop_anywhere
+    beat_s, _lost = min(5.0, timeout.total_seconds() / 4), None
+    stop_here = stop_anywhere = False
     set_nccl_defaults(os.environ)
     if backend == "auto":
         backend = "nccl" if torch.cuda.is_available() else "gloo"
@@ -79,7 +79,7 @@ def rank_zero_alone() -> Iterator[None]:
     def beats() -> None:
         global _lost
         try:
-            while not done.wait(_beat_s):
+            while not done.wait(beat_s):
                 _beat(1)
         except RuntimeError as error:
             _lost = error
@@ -97,23 +97,23 @@ def rank_zero_alone() -> Iterator[None]:
 
 def _beat(works: int) -> bool:
     """True if rank 0 works still; a collective, which also carries ``note_stop`` to all ranks."""
-    global _stop_anywhere
-    flags = torch.tensor([1 - works, _stop_here], dtype=torch.int32)
+    global stop_anywhere
+    flags = torch.tensor([1 - works, stop_here], dtype=torch.int32)
     dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=host_group())
     ended, stop = flags.tolist()
-    _stop_anywhere = _stop_anywhere or bool(stop)
+    stop_anywhere = stop_anywhere or bool(stop)
     return not ended
 
 
 def note_stop() -> None:
     """Note on any rank that the run was told to stop; rank 0's waits heed it within a beat."""
-    global _stop_here
-    _stop_here = True
+    global stop_here
+    stop_here = True
 
 
 def stop_noted() -> bool:
     """True on all ranks once one has called ``note_stop`` before a beat."""
-    return _stop_anywhere
+    return stop_anywhere
 
 
 def require_ranks() -> None:

@@ -41,7 +41,7 @@ def leave_errors_to_the_ranks() -> None:
     Any other process is left as it is, also the torchrun of another project's ``train_async.py``.
     """
     is_rank = "TORCHELASTIC_RUN_ID" in os.environ
-    if is_rank or not any(_is_ours(word) for word in sys.orig_argv[1:]):
+    if is_rank or not any(is_ours(word) for word in sys.orig_argv[1:]):
         return
     shown = sys.excepthook
     silence_failures()
@@ -97,7 +97,7 @@ def unspoken(error: Any) -> str | None:
     return f"rank {rank} (process {failure.pid}) ended: {cause}"
 
 
-def _is_ours(word: str) -> bool:
+def is_ours(word: str) -> bool:
     """True for the program of this checkout, by whatever path, and for its module."""
     try:
         is_program = Path(word).name == _PROGRAM.name and os.path.samefile(word, _PROGRAM)

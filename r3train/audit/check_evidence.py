@@ -92,13 +92,13 @@ def check_evidence(
     if as_json:
         out = {"verdict": audit.verdict, "audits": [audit.to_json()]}
         printed.append(json.dumps(out, indent=2))
-    summary = _markdown_of(audit)
+    summary = markdown_of(audit)
     if to_stdout:
         printed.append(summary.removesuffix("\n"))
     # a failure to write must not cost the verdict, nor be taken for one
     try:
         where = "standard output"
-        click.echo("\n".join(printed or [_text_of(audit)]))
+        click.echo("\n".join(printed or [text_of(audit)]))
         if markdown is not None and not to_stdout:
             where = str(markdown)
             markdown.write_text(summary, encoding="utf-8")
@@ -190,7 +190,7 @@ def _served_facts(numbers: dict[str, Any]) -> str:
     return "; ".join(facts)
 
 
-def _text_of(audit: Audit) -> str:
+def text_of(audit: Audit) -> str:
     """The audit for a terminal; colors are taken out where there is none."""
     lines = [click.style(f"R3 evidence of {plain(audit.source)}", bold=True)]
     for claim, fact in claim_facts(audit).items():
@@ -212,7 +212,7 @@ def _wrapped(text: str, column: int) -> str:
     return textwrap.fill(text, width, initial_indent=indent, subsequent_indent=indent).strip()
 
 
-def _markdown_of(audit: Audit) -> str:
+def markdown_of(audit: Audit) -> str:
     """A summary that can be posted on a pull request."""
     source = plain(audit.source).replace("`", "'")
     lines = [f"### R3 evidence: {_cell(headline(audit))}", "", f"`{source}`", ""]

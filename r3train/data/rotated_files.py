@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 # A file is rotated after the line that crosses this size.
 PART_BYTES = 4 << 20
-_MEMBER_BYTES = 1 << 16
+MEMBER_BYTES = 1 << 16
 _SCRATCH = ".tmp"
 
 
@@ -70,7 +70,7 @@ def _compress(part: Path) -> None:
     scratch = part.with_name(f"{part.name}.gz{_SCRATCH}")
     try:
         with part.open("rb") as lines, scratch.open("wb") as out:
-            while member := b"".join(lines.readlines(_MEMBER_BYTES)):
+            while member := b"".join(lines.readlines(MEMBER_BYTES)):
                 out.write(gzip.compress(member, mtime=0))
             out.flush()
             os.fsync(out.fileno())

@@ -24,7 +24,7 @@ _ONE_CUDNN = (
 )
 # with these flashinfer finds its kernels compiled
 _COMPILED = ("flashinfer-cubin", "flashinfer-jit-cache")
-_CACHE_BASE = "FLASHINFER_WORKSPACE_BASE"
+CACHE_BASE = "FLASHINFER_WORKSPACE_BASE"
 # --gpu -> its name as torch has it
 CARDS = {"H100": "NVIDIA H100 80GB HBM3", "H200": "NVIDIA H200", "B200": "NVIDIA B200"}
 _TUNED = "SGLANG_MOE_CONFIG_DIR"
@@ -188,19 +188,19 @@ def check_warm_up(
     """Kernels that the first server compiles, into a folder of the user that several nodes may share."""
     if not num_gpus or any(version_of(name) for name in _COMPILED):
         return
-    base = environ.get(_CACHE_BASE) or environ.get("HOME", "~")
+    base = environ.get(CACHE_BASE) or environ.get("HOME", "~")
     text = (
         f"flashinfer has no compiled kernels here ({' or '.join(_COMPILED)}): the first server compiles them"
         f" for minutes, into {base}/.cache/flashinfer"
     )
-    if num_nodes == 1 or _CACHE_BASE in environ:
+    if num_nodes == 1 or CACHE_BASE in environ:
         yield fact("flashinfer", text)
         return
     yield warning(
         "flashinfer",
         f"{text}. Nodes that share that folder compile into it at once: locks of a network file system fail, or a"
         " kernel is read half-written",
-        f"export {_CACHE_BASE}, TRITON_CACHE_DIR and SGLANG_CACHE_DIR as folders of the node's own disk, as /tmp/$USER",
+        f"export {CACHE_BASE}, TRITON_CACHE_DIR and SGLANG_CACHE_DIR as folders of the node's own disk, as /tmp/$USER",
     )
 
 

@@ -27,26 +27,28 @@ from r3train.routing import indexer_topk
 from r3train.routing.wire import shortened
 
 _WHY = "SGLang sends routes as int32: four bytes of an id that one holds"
-_BLOCK_BYTES = 1 << 24  # of ids that are copied at a time
-_collect = _Processor._maybe_collect_routed_experts
-_collect_all_chosen = _Processor._maybe_collect_indexer_topk
+BLOCK_BYTES = 1 << 24  # of ids that are copied at a time
+collect_routes = _Processor._maybe_collect_routed_experts
+collect_all_chosen = _Processor._maybe_collect_indexer_topk
 
 
-def _collect_short(self: Any, req: Any) -> None:
-    _collect(self, req)
+def collect_short(self: Any, req: Any) -> None:
+    """Put the routes of a finished request into its answer, in the shortest type that holds them."""
+    collect_routes(self, req)
     if req.routed_experts is not None:
         short = shortened(req.routed_experts.numpy())
         if short is not None:
             req.routed_experts = short
 
 
-def _collect_chosen(self: Any, req: Any) -> None:
+def collect_chosen(self: Any, req: Any) -> None:
+    """Put the rows that an indexer chose, and that the prefix does not imply, into the answer of a finished request."""
     capturer = get_global_indexer_capturer()
     if capturer is None or not req.return_indexer_topk:
         return
     num_tokens = len(req.origin_input_ids) + len(req.output_ids_through_stop)
     start = max(req.routed_experts_start_len or 0, capturer.topk_size)
-    step = max(1, _BLOCK_BYTES // (4 * capturer.num_layers * capturer.topk_size))
+    step = max(1, BLOCK_BYTES // (4 * capturer.num_layers * capturer.topk_size))
     blocks = (
         capturer.get_topk(
             req_pool_idx=req.kv.req_pool_idx,
@@ -58,16 +60,16 @@ def _collect_chosen(self: Any, req: Any) -> None:
     )
     req.indexer_topk = indexer_topk.shortened(blocks, start, num_tokens)
     if req.indexer_topk is None:
-        _collect_all_chosen(self, req)
+        collect_all_chosen(self, req)
 
 
 def shorten() -> None:
     """Let the scheduler of this process send short routes, and an indexer's choices as bits."""
     for name, collect, why in (
-        ("_maybe_collect_routed_experts", _collect_short, _WHY),
+        ("_maybe_collect_routed_experts", collect_short, _WHY),
         (
             "_maybe_collect_indexer_topk",
-            _collect_chosen,
+            collect_chosen,
             "SGLang sends an indexer's choices of all rows as int32",
         ),
     ):

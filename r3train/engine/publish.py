@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _POLL_S = 0.0005
-_ALIVE_EVERY_S = 0.5
+ALIVE_EVERY_S = 0.5
 # SGLang's words where a peer of the group was lost
 _BROKEN = "Failed to receive weights"
 
@@ -266,7 +266,7 @@ class DistributedPublisher(WeightPublisher):
         store = self._store
 
         def join() -> dist.ProcessGroup:
-            with _gloo_on(self._interface):
+            with gloo_on(self._interface):
                 return _join_as_rank_0(
                     store, world_size, self._group_name, self._backend, self._timeout
                 )
@@ -404,7 +404,7 @@ class DistributedPublisher(WeightPublisher):
     ) -> None:
         """Wait until both sides are done, or where it only ``begins`` ours; raise at once if a server refuses or dies."""
         deadline = time.monotonic() + self._timeout.total_seconds()
-        next_alive = time.monotonic() + _ALIVE_EVERY_S
+        next_alive = time.monotonic() + ALIVE_EVERY_S
         while not (is_sent() and (begins or loaded.done())):
             if loaded.done():
                 _raise(loaded)  # a server refused: its ranks will never take part
@@ -412,7 +412,7 @@ class DistributedPublisher(WeightPublisher):
             if now > deadline:
                 raise WeightUpdateError(f"{failure} within {self._timeout}")
             if now > next_alive:
-                next_alive = now + _ALIVE_EVERY_S
+                next_alive = now + ALIVE_EVERY_S
                 self._engine.check_alive()
             time.sleep(_POLL_S)
         if not begins:
@@ -492,7 +492,7 @@ def _open_store(address: str, world_size: int, timeout: timedelta) -> dist.TCPSt
 
 
 @contextlib.contextmanager
-def _gloo_on(interface: str | None) -> Iterator[None]:
+def gloo_on(interface: str | None) -> Iterator[None]:
     """Make gloo groups that are created meanwhile use this network interface.
 
     torch 2.13 passes gloo no options, so this sets the variable that gloo reads for a new group.

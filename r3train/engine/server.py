@@ -35,7 +35,7 @@ from r3train.engine.key import ENGINE_KEY_VARIABLE
 # on_progress(elapsed_s, stage of the start)
 OnProgress = Callable[[float, str], None]
 
-_PORTS = range(20000, 32000)
+PORTS = range(20000, 32000)
 _LOG_TAIL_LINES = 30
 _POLL_S = 0.25
 _MOST_BYTES = 1 << 20  # of an answer about itself
@@ -58,11 +58,11 @@ def free_port(host: str) -> int:
     connections, which could take such a port in the meantime.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    for port in random.SystemRandom().sample(_PORTS, 100):
+    for port in random.SystemRandom().sample(PORTS, 100):
         with socket.socket(family) as sock, contextlib.suppress(OSError):
             sock.bind((host, port))
             return port
-    raise OSError(f"{host}: 100 ports of {_PORTS} were tried, and none can be bound")
+    raise OSError(f"{host}: 100 ports of {PORTS} were tried, and none can be bound")
 
 
 def start_stage(path: Path, begin: int) -> str:

@@ -44,10 +44,10 @@ BUSY_S, LONGEST_BUSY_S = 1.0, 30.0
 
 # uvicorn closes an idle connection after 5 s.  Close it earlier, or a request may meet its close.
 _KEEPALIVE_S = 2.0
-_CONNECT_S = 10.0
-_CONNECT_RETRIES_S = (0.1, 0.4, 1.0)
+CONNECT_S = 10.0
+CONNECT_RETRIES_S = (0.1, 0.4, 1.0)
 # Time for a dead engine's guard to end the rest of its tree and report an exit code.
-_DEATH_REPORT_S = 6.0
+DEATH_REPORT_S = 6.0
 # Bytes of an answer to a call about the server itself; one of checksums has 200 for each tensor.
 _MOST_BYTES = 64 << 20
 _BYTES_PER_TOKEN = 1024  # of an answer: id, log-prob, their numbers' digits
@@ -128,7 +128,7 @@ class SGLangHTTP:
             self._session = aiohttp.ClientSession(
                 # No limit here: the client and the producer bound what is in flight.
                 connector=aiohttp.TCPConnector(limit=0, **self._connections),
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
                 # a compressed answer could be a thousand times as long as what is received
                 headers={**self._headers, "Accept-Encoding": "identity"},
                 auto_decompress=False,
@@ -168,7 +168,7 @@ class SGLangHTTP:
             assert named, f"{what}: a request that names no adapter would sample the base"
         url = self.urls[server]
         timeout_s = timeout_s or self.request_timeout_s
-        for delay_s in (*_CONNECT_RETRIES_S, None):
+        for delay_s in (*CONNECT_RETRIES_S, None):
             try:
                 status, headers, raw = await asyncio.wait_for(
                     self._send(method, url + path, body, most_bytes, what), timeout_s
@@ -365,7 +365,7 @@ class SGLangHTTP:
         """Wait a moment for a dying engine; raise EngineDied, with its log, if it ends."""
         if self._check_alive is None:
             return
-        end = time.monotonic() + _DEATH_REPORT_S
+        end = time.monotonic() + DEATH_REPORT_S
         while time.monotonic() < end:
             self._check_alive()
             await asyncio.sleep(0.1)

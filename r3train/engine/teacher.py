@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 # environment variable with the key of --opd-teacher-url
 TEACHER_KEY = "R3TRAIN_TEACHER_API_KEY"
-_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 8.0
+PAUSE_S, _LONGEST_PAUSE_S = 0.5, 8.0
 # ids of one question about the vocabulary
 _IDS = 16384
 
@@ -79,7 +79,7 @@ class ServedTeacher:
                     # no EngineError: a restart of the run's local servers would not fix it
                     raise RuntimeError(words) from error
                 logger.warning("asked again: %s", words)
-            await asyncio.sleep(min(_PAUSE_S * 2 ** (count - 1), _LONGEST_PAUSE_S))
+            await asyncio.sleep(min(PAUSE_S * 2 ** (count - 1), _LONGEST_PAUSE_S))
         raise AssertionError("max_tries is below 1")
 
     async def check_vocabulary(

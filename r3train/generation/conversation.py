@@ -97,7 +97,7 @@ class Conversation:
                 f" {rollout.environment} gave no reward, and one sample a turn needs the episode's"
             )
         steps = [
-            _one_turn(sample, i, *ends[i], is_last=i + 1 == len(ends)) for i in range(len(ends))
+            one_turn(sample, i, *ends[i], is_last=i + 1 == len(ends)) for i in range(len(ends))
         ]
         texts = [self.decode(sample.token_ids[a:b].tolist()) for a, b, _ in ends]
         return [replace(step, text=text) for step, text in zip(steps, texts)], reward
@@ -145,7 +145,7 @@ def _finite(reward: float, step: str) -> float:
     return number
 
 
-def _one_turn(
+def one_turn(
     sample: RolloutSample, index: int, start: int, end: int, num_answers: int, *, is_last: bool
 ) -> RolloutSample:
     """Cut out one turn as a sample whose prompt is all that precedes the turn."""

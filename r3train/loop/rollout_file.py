@@ -77,7 +77,7 @@ def read_samples(path: Path) -> tuple[list[Scored], dict[str, Any]]:
         if "checksum" in metadata:
             right = str(_checksum(tensors, metadata["header"])) == metadata["checksum"]
         else:  # of before the checksum was of the header too
-            right = _arrays_checksum(tensors) == header["checksum"]
+            right = arrays_checksum(tensors) == header["checksum"]
         if not right:
             raise ValueError("its checksum does not match its content")
         return _decode(tensors, header), header["facts"]
@@ -239,10 +239,10 @@ def _checksum(tensors: Mapping[str, np.ndarray], header: str) -> int:
     """crc32 over the header and the arrays with their dtypes and shapes: accidents, not adversaries."""
     kinds = [[name, str(tensors[name].dtype), tensors[name].shape] for name in sorted(tensors)]
     value = zlib.crc32(json.dumps(kinds).encode(), zlib.crc32(header.encode()))
-    return _arrays_checksum(tensors, value)
+    return arrays_checksum(tensors, value)
 
 
-def _arrays_checksum(tensors: Mapping[str, np.ndarray], value: int = 0) -> int:
+def arrays_checksum(tensors: Mapping[str, np.ndarray], value: int = 0) -> int:
     """crc32 over names and bytes, as it was of old files."""
     for name in sorted(tensors):
         value = zlib.crc32(name.encode(), value)

@@ -14,7 +14,7 @@ _WIDTH, _BAR = 80, 20
 _WINDOW = 5  # steps of a moving mean: single steps of few rechecked tokens jump
 
 # what a part is, and the settings that act on it
-_ABOUT = {
+ABOUT = {
     "server": (
         "its decode against its prefill",
         "--bf16 (float32 has a thousandth of it), --sglang-enable-deterministic-inference,"
@@ -63,11 +63,11 @@ def explain_run(run_dir: Path) -> list[str]:
     for part in PARTS:
         if part not in budget:
             if part != "routing" or run.uses_r3 is False:
-                lines.append(f"{part:<10} {'-':>9} {'':>6} not measured: {_ABOUT[part][0]}")
+                lines.append(f"{part:<10} {'-':>9} {'':>6} not measured: {ABOUT[part][0]}")
             continue
         share = sums[part] / total if total else 0.0
         bar = "#" * round(_BAR * share)
-        line = f"{part:<10} {sums[part]:>9.2g} {share:>6.0%} {bar:<{_BAR}} {_ABOUT[part][0]}"
+        line = f"{part:<10} {sums[part]:>9.2g} {share:>6.0%} {bar:<{_BAR}} {ABOUT[part][0]}"
         lines.append(line.rstrip())
     lines.append("")
     if not total:
@@ -76,7 +76,7 @@ def explain_run(run_dir: Path) -> list[str]:
     began = "from the first step on" if since == steps[0] else f"since step {since}"
     lines.append(f"{most} dominates, {began}. What acts on it:")
     lines += textwrap.wrap(
-        _ABOUT[most][1],
+        ABOUT[most][1],
         _WIDTH,
         initial_indent="  ",
         subsequent_indent="  ",

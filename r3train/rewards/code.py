@@ -36,7 +36,7 @@ _LAUNCHER = Path(__file__).with_name("code_launcher.py")
 _MEMORY_BYTES = 1 << 30
 _FILE_BYTES = 64 << 20
 # of all files in a program's directory
-_DIRECTORY_BYTES = 128 << 20
+DIRECTORY_BYTES = 128 << 20
 # between two looks at them, where no file system of their own bounds them
 _LOOK_S = 0.25
 # times its limit that a program is waited for which gets no CPU
@@ -232,7 +232,7 @@ def _run(
     apart = isolation()
     job = {"program": program, "tested": tests is not None}
     job |= {"cpu_s": int(timeout_s) + 1, "memory_bytes": _MEMORY_BYTES, "file_bytes": _FILE_BYTES}
-    job["directory_bytes"] = _DIRECTORY_BYTES if _OWN_MOUNTS[0] in apart else None
+    job["directory_bytes"] = DIRECTORY_BYTES if _OWN_MOUNTS[0] in apart else None
     began = time.monotonic()
     result, result_end = os.pipe()
     with (
@@ -306,7 +306,7 @@ def _cpu_time(pid: int) -> tuple[float, bool]:
 def _fits(directory: str) -> bool:
     """False once the files of a program are too large together, or hidden from a look."""
     size, todo = 0, [directory]
-    while todo and size <= _DIRECTORY_BYTES:
+    while todo and size <= DIRECTORY_BYTES:
         try:
             with os.scandir(todo.pop()) as entries:
                 for entry in entries:
@@ -319,7 +319,7 @@ def _fits(directory: str) -> bool:
             continue
         except OSError:
             return False
-    return size <= _DIRECTORY_BYTES
+    return size <= DIRECTORY_BYTES
 
 
 @contextlib.contextmanager

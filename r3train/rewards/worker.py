@@ -47,10 +47,11 @@ class Task:
 
 def packed(message: Any) -> bytes:
     """A message of the parent's as the socket carries it."""
-    return _framed(pickle.dumps(message))
+    return framed(pickle.dumps(message))
 
 
-def _framed(content: bytes) -> bytes:
+def framed(content: bytes) -> bytes:
+    """Bytes behind their length, as the other end of a pipe reads them."""
     return LENGTH.pack(len(content)) + content
 
 
@@ -171,7 +172,7 @@ async def _awaited(value: Any) -> Any:
 
 
 def _reply(number: int, error: str | None, value: Any) -> bytes:
-    return _framed(json.dumps([number, error, value]).encode())
+    return framed(json.dumps([number, error, value]).encode())
 
 
 def _answer(number: int, value: Any) -> bytes:

@@ -113,12 +113,12 @@ def shards(directories: list[str], parallel: dict[str, Any]) -> dict[str, dict[s
 
 def fields(directory: Path) -> dict[str, str]:
     """Return what of Megatron's configuration and model is not the default, as text."""
-    from r3train.trainer.megatron.model import _transformer_overrides
+    from r3train.trainer.megatron.model import transformer_overrides_of
     from r3train.trainer.megatron.transformer_config import build_transformer_config
 
     run, hf = configuration(directory), read_hf_facts(directory)
     # as with Transformer Engine: Megatron's own layers leave out fusions
-    overrides = _transformer_overrides(run, hf, True, torch.device("cpu"))
+    overrides = transformer_overrides_of(run, hf, True, torch.device("cpu"))
     config = build_transformer_config(hf, run.parallel, torch.bfloat16, overrides)
     default = {name: getattr(type(config), name, None) for name in vars(config)}
     arguments = model_arguments(FAMILIES[hf.model_type], hf)

@@ -444,7 +444,7 @@ def tp_mean_instead_of_sum(original, chunks, config, *args):
                 p.main_grad /= size
 
 
-@replaces(conversation, "_one_turn", caught_by="tests/unit/loop/test_recorded.py")
+@replaces(conversation, "one_turn", caught_by="tests/unit/loop/test_recorded.py")
 def routes_of_earlier_positions(original, *args, **kwargs):
     """A turn's sample takes the routes of earlier positions."""
     step = original(*args, **kwargs)

@@ -62,10 +62,10 @@ def save_as_before(actor: Any, directory: Path) -> None:
     rank = torch.distributed.get_rank()
     if rank == 0:
         directory.mkdir(parents=True)
-        checkpoint._write_state(directory, 2, actor, {})
+        checkpoint.write_state(directory, 2, actor, {})
     torch.distributed.barrier()
     rng.save(directory, rank)
-    state = checkpoint._model_state(actor)
+    state = checkpoint.model_state(actor)
     state["optimizer"] = actor.optimizer.sharded_state_dict(state, metadata=dict(METADATA))
     state["scheduler"] = actor.scheduler.state_dict()
     dist_checkpointing.save(state, str(directory))

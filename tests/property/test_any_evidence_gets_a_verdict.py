@@ -65,14 +65,14 @@ def audit_of(run: Path) -> dict:
         audits.append(audit)
         return markdown_of(audit)
 
-    markdown_of = check_evidence._markdown_of
+    markdown_of = check_evidence.markdown_of
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(check_evidence, "_markdown_of", printed)
+        patch.setattr(check_evidence, "markdown_of", printed)
         result = CliRunner().invoke(main, ["check-evidence", str(run), "--json"])
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     out = json.loads(result.output)
     assert result.exit_code == CODES[out["verdict"]]
-    assert out["verdict"] in check_evidence._text_of(audits[0])
+    assert out["verdict"] in check_evidence.text_of(audits[0])
     return out["audits"][0]
 
 

@@ -45,7 +45,7 @@ def slow(owner: Any, name: str) -> None:
 
 def with_a_short_time_out(run: Any) -> Any:
     def shortly(loop: AsyncLoop, start_rollout_id: int) -> None:
-        host_group._beat_s = TIMEOUT_S / 4
+        host_group.beat_s = TIMEOUT_S / 4
         _set_pg_timeout(timedelta(seconds=TIMEOUT_S), host_group.host_group())
         run(loop, start_rollout_id)
 
@@ -56,5 +56,5 @@ if __name__ == "__main__":
     AsyncLoop.run = with_a_short_time_out(AsyncLoop.run)
     slow(Conversations, "next_batch")
     slow(Evaluations, "end")
-    slow(checkpoint, "_write_state")
+    slow(checkpoint, "write_state")
     main()

@@ -42,7 +42,7 @@ def test_a_long_rollout_evaluation_or_save_of_rank_0_is_no_lost_rank(talk, tmp_p
         program=("-m", "tests.rehearsal.slow_rank_zero"),
     )
     assert job.code == 0, job.output
-    for name in ("next_batch", "end", "_write_state"):
+    for name in ("next_batch", "end", "write_state"):
         assert f"slow: {name}" in job.output, job.output
     assert [m["step"] for m in job.metrics()] == [0, 1]
 
@@ -58,7 +58,7 @@ def told_and_frozen(scratch: str) -> None:
 
     rank, found, stopped_by = dist.get_rank(), "", ""
     _set_pg_timeout(timedelta(seconds=TIMEOUT_S), host_group.host_group())
-    host_group._beat_s = TIMEOUT_S / 4
+    host_group.beat_s = TIMEOUT_S / 4
     StopSignal(60).begin()
     with host_group.rank_zero_alone():
         if rank == 1:
@@ -69,7 +69,7 @@ def told_and_frozen(scratch: str) -> None:
                 WatchedSource(NeverReady(), StopSignal(1), None).next_batch(0)
             except StopRequested as stop:
                 stopped_by = str(stop)
-    host_group._stop_here = host_group._stop_anywhere = False
+    host_group.stop_here = host_group.stop_anywhere = False
     host_group.host_barrier()
     began = time.monotonic()
     if rank == 2:

@@ -67,7 +67,7 @@ def test_fused_kernels_are_on_where_they_compute_the_same(
         ("cpu", True, False),
         ("cpu", False, False),
     ):
-        fields = model._transformer_overrides(config, hf, use_te, torch.device(device))
+        fields = model.transformer_overrides_of(config, hf, use_te, torch.device(device))
         built = transformer_config.build_transformer_config(
             hf, config.parallel, torch.bfloat16, fields
         )
@@ -82,7 +82,7 @@ def test_fused_kernels_are_on_where_they_compute_the_same(
         for kernels in TE_KERNELS:
             one = config.model.model_copy(update={"attention_backend": kernels})
             other = config.model_copy(update={"model": one})
-            fields = model._transformer_overrides(other, hf, use_te, torch.device(device))
+            fields = model.transformer_overrides_of(other, hf, use_te, torch.device(device))
             assert fields["attention_backend"].name == kernels
     # one rank has nobody to wait for
     overlaps = config.parallel.overlap_grad_reduce, config.parallel.overlap_param_gather

@@ -107,7 +107,7 @@ def kernels(check: bool, missing: bool, replay_pass: str, records: bool = True) 
     manager = ranks_manager(check)
     manager.records = records
     routers = [router_of(n) for n in range(1, LAYERS + 1)]
-    manager._routers = [(0, router) for router in routers]
+    manager.routers = [(0, router) for router in routers]
     served = [replay.RouterReplay(manager, 0, r.layer_number, torch.gather) for r in routers]
     scores = torch.randn(LAYERS, ROWS, NUM_EXPERTS)
     trains = replay_pass == "train"
@@ -125,7 +125,7 @@ def kernels(check: bool, missing: bool, replay_pass: str, records: bool = True) 
                 _, experts = served[i].get_replay_topk(scores[i], TOPK, None, None, own)
                 routing_map = torch.zeros_like(scores[i]).bool().scatter(1, experts, True)
                 if check:
-                    manager._record_call(routers[i], (), (None, routing_map))
+                    manager.record_call(routers[i], (), (None, routing_map))
             if check and records and stage == [*orders][-1]:
                 manager.recorder.end_pass()
         assert not [name for name in launched.kernels if name.startswith(READS)]
@@ -149,10 +149,10 @@ def test_a_rollout_that_is_not_checked_adds_no_kernel():
 
 def evidence(together: int, monkeypatch) -> list:
     """Records of two microbatches with two routers, in turns, in one of which a router serves itself."""
-    monkeypatch.setattr(replay_evidence, "_TOGETHER", together)
+    monkeypatch.setattr(replay_evidence, "TOGETHER", together)
     manager = ranks_manager(check=True)
     routers = [router_of(n) for n in (1, 2, 3)]
-    manager._routers = [(0, router) for router in routers]
+    manager.routers = [(0, router) for router in routers]
     torch.manual_seed(0)
     scores = torch.randn(2, 3, ROWS, NUM_EXPERTS)
     for replay_pass in ("old_log_prob", "train"):
@@ -173,7 +173,7 @@ def evidence(together: int, monkeypatch) -> list:
                     experts = experts.clone()
                     experts[0, 0], experts[1, 0] = (experts[0, 0] + 1) % NUM_EXPERTS, experts[1, 1]
                 routing_map = torch.zeros_like(seen).bool().scatter(1, experts, True)
-                manager._record_call(routers[layer], (), (None, routing_map))
+                manager.record_call(routers[layer], (), (None, routing_map))
         manager.end_pass()
     return manager.collect(0)
 
@@ -191,14 +191,14 @@ def test_scores_are_kept_only_where_they_will_be_recomputed(monkeypatch):
     for recomputes in (True, False):
         monkeypatch.setattr(replay_evidence, "is_checkpointing", lambda: recomputes)
         manager = ranks_manager(check=True)
-        manager._routers = [(0, router := router_of(1))]
+        manager.routers = [(0, router := router_of(1))]
         manager.begin_pass("train", [microbatch(missing=False)], 0)
         manager.begin_forward(0, 0)
         scores = torch.randn(ROWS, NUM_EXPERTS)
         served = replay.RouterReplay(manager, 0, 1, torch.gather)
         _, experts = served.get_replay_topk(scores, TOPK, None, None, own)
         routing_map = torch.zeros_like(scores).bool().scatter(1, experts, True)
-        manager._record_call(router, (), (None, routing_map))
+        manager.record_call(router, (), (None, routing_map))
         assert len(manager.recorder._signatures) == recomputes
 
 
@@ -206,7 +206,7 @@ def test_scores_are_kept_only_where_they_will_be_recomputed(monkeypatch):
 def test_with_deepep_the_experts_of_the_largest_probabilities_are_recorded(dispatcher):
     """A replayed expert whose probability is 0 gets no row there, though the map names it."""
     manager = ranks_manager(check=True)
-    manager._routers = [(0, router := router_of(1, dispatcher))]
+    manager.routers = [(0, router := router_of(1, dispatcher))]
     manager.begin_pass("train", [microbatch(missing=False)], 0)
     manager.begin_forward(0, 0)
     scores = torch.randn(ROWS, NUM_EXPERTS)
@@ -217,6 +217,6 @@ def test_with_deepep_the_experts_of_the_largest_probabilities_are_recorded(dispa
         probs = routing_map.float()
         if lost:  # another expert's is larger than nothing
             probs[0, experts[0, 0]], probs[0, (~routing_map[0]).nonzero()[0]] = 0.0, 1e-9
-        manager._record_call(router, (), (probs, routing_map))
+        manager.record_call(router, (), (probs, routing_map))
     sound, found = manager.collect(0)
     assert (sound.fingerprint == found.fingerprint) == (dispatcher == "alltoall")

@@ -59,7 +59,7 @@ def build_as_on_cuda() -> None:
 
     from r3train.trainer.megatron import actor as actors, fused_adam
 
-    fused_adam._AT_ONCE = 1 << 14  # several parts, of several parameters
+    fused_adam.AT_ONCE = 1 << 14  # several parts, of several parameters
     build, split = actors.build_optimizer, HybridDeviceOptimizer._init_sub_optimizers
     optimizer_config.is_te_min_version = lambda version: True
 

@@ -80,10 +80,10 @@ def test_our_program_is_known_by_whatever_path(tmp_path, monkeypatch):
     link.symlink_to(ROOT)
     monkeypatch.chdir(ROOT)
     for word in ("train_async.py", str(ROOT / "train_async.py"), str(link / "train_async.py")):
-        assert torchrun_start._is_ours(word)
+        assert torchrun_start.is_ours(word)
     (tmp_path / "train_async.py").write_text("")
     for word in (str(tmp_path / "train_async.py"), "cli.py", "", "\0", "no/train_async.py"):
-        assert not torchrun_start._is_ours(word)
+        assert not torchrun_start.is_ours(word)
 
 
 def fake_torchvision(tmp_path, extension: bytes | None) -> dict[str, str]:

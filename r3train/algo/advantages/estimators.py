@@ -38,7 +38,7 @@ ADVANTAGES: dict[str, AdvantageEstimator] = {
     "rloo": rloo,
 }
 _FLAG = "--advantage-estimator"
-_LIMIT_S = 1800.0  # the other ranks wait for it, as long as rank 0 is alive
+LIMIT_S = 1800.0  # the other ranks wait for it, as long as rank 0 is alive
 
 
 def get_advantage_estimator(name: str) -> AdvantageEstimator:
@@ -92,7 +92,7 @@ def token_advantages(
             np.add.at(values, episode_places(group), [tokens.sum() for tokens in group_values])
         arguments = (groups, summed_rewards, algorithm)
     with running_user_code(f"{_FLAG} {name}"):
-        found = call_within(_LIMIT_S, lambda: estimator(*arguments))
+        found = call_within(LIMIT_S, lambda: estimator(*arguments))
         is_list = isinstance(found, (list, tuple))
         got = [len(values) for values in found] if is_list else type(found).__name__
     expected = [len(group) for group in groups]

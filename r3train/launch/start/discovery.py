@@ -28,8 +28,8 @@ from r3train.engine.publish import WeightPublisher
 
 logger = logging.getLogger(__name__)
 
-_EVERY_S = 1.0
-_AGAIN_S = 5.0
+EVERY_S = 1.0
+AGAIN_S = 5.0
 _SAID_EVERY_S = 30.0
 
 
@@ -90,7 +90,7 @@ class Discovery:
                 logger.info("%s", error)  # a server left meanwhile
             except Exception:  # noqa: BLE001 - the run goes on with the servers that it has
                 logger.exception("the servers that join and leave")
-            self._closed.wait(_EVERY_S)
+            self._closed.wait(EVERY_S)
 
     def _look(self) -> None:
         named = self._read()
@@ -125,7 +125,7 @@ class Discovery:
         for url, server in list(self._numbers.items()):
             if self.members.is_gone(server):
                 del self._numbers[url]
-                self._not_before[url] = time.monotonic() + _AGAIN_S
+                self._not_before[url] = time.monotonic() + AGAIN_S
                 if server in self.members.refused:
                     self._banned.add(url)
             elif server in present and (url not in named or server in self.members.leaving):
@@ -166,7 +166,7 @@ class Discovery:
                 self.members.join(server, version, f"{why}, {time.monotonic() - began:.2f} s")
             self._said.pop(url, None)
         except (EngineError, ValueError) as error:
-            self._not_before[url] = time.monotonic() + _AGAIN_S
+            self._not_before[url] = time.monotonic() + AGAIN_S
             if examined and not isinstance(error, (EngineBusy, EngineUnreachable)):
                 self._banned.add(url)
             if self._said.get(url) != str(error):

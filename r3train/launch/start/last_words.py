@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _SHOWN, _FAILED = "r3train/rank 0 has shown how the run ended", "r3train/a rank has failed"
 # rank 0 finds a closed connection at once, and silence within a beat of 5 s
-_RANK_0_SHOWS_S = 15.0
+RANK_0_SHOWS_S = 15.0
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -75,7 +75,7 @@ class LastWords:
         """
         if self._rank == 0 or not self._is_there:
             return
-        end = time.monotonic() + _RANK_0_SHOWS_S
+        end = time.monotonic() + RANK_0_SHOWS_S
         while not self._has(_SHOWN):
             if time.monotonic() > end:
                 if self.log is not None and self._error is not None:

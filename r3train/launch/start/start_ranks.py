@@ -30,10 +30,10 @@ from r3train.launch.start.train import ignore_signals
 from r3train.torchrun_start import silence_failures, unspoken
 from r3train.user_code import find_modules_here
 
-_PROGRAM = "r3train.launch.start.train"
+PROGRAM = "r3train.launch.start.train"
 _MEETING_PORT = 29500  # of several machines, as torchrun's
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-_OPTIONS = (
+OPTIONS = (
     click.Option(
         ["--nproc-per-node"],
         type=click.IntRange(1),
@@ -79,14 +79,14 @@ def _start(
 
             show_dry_run(config, num_ranks * nnodes, num_ranks)
             return
-        host, port = _meeting(nnodes, node_rank, rdzv_endpoint)
-    flags = without(_OPTIONS, click.get_current_context().meta["words"])
+        host, port = meeting(nnodes, node_rank, rdzv_endpoint)
+    flags = without(OPTIONS, click.get_current_context().meta["words"])
     code = start_ranks(flags, num_ranks, nnodes, node_rank, host, port)
     ignore_signals()
     sys.exit(code)
 
 
-train_command = train_options(_start, _OPTIONS)
+train_command = train_options(_start, OPTIONS)
 
 
 def train(
@@ -102,7 +102,7 @@ def train(
     Raises ValueError for ranks that do not fit the settings.  Relative paths are of the working directory.
     """
     num_ranks = ranks_here(config, nproc_per_node, nnodes)
-    host, port = _meeting(nnodes, node_rank, rdzv_endpoint)
+    host, port = meeting(nnodes, node_rank, rdzv_endpoint)
     with tempfile.TemporaryDirectory(prefix="r3train-") as directory:
         file = Path(directory) / "config.toml"
         file.write_text(config.to_toml(), encoding="utf-8")
@@ -142,7 +142,7 @@ def ranks_here(config: RunConfig, given: int | None, nnodes: int) -> int:
     return (gpus - taken) // here * here
 
 
-def _meeting(nnodes: int, node_rank: int, endpoint: str | None) -> tuple[str, int]:
+def meeting(nnodes: int, node_rank: int, endpoint: str | None) -> tuple[str, int]:
     """Return the host and port of the rendezvous; raises ValueError for machines that could not meet."""
     if nnodes == 1 and endpoint is None:
         return "127.0.0.1", free_port("127.0.0.1")
@@ -189,7 +189,7 @@ def start_ranks(
         )
         # $$: torch's launcher puts the rank's number for $local_rank in every word, and $ for $$
         # -P: no file of the working directory stands for a module of the program
-        command = ("-P", "-u", "-m", _PROGRAM, *(word.replace("$", "$$") for word in flags))
+        command = ("-P", "-u", "-m", PROGRAM, *(word.replace("$", "$$") for word in flags))
         try:
             elastic_launch(launch, sys.executable)(*command)
         except ChildFailedError as error:

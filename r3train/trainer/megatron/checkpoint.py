@@ -86,7 +86,7 @@ class CheckpointError(RuntimeError):
     """A checkpoint could not be written; the previous one is intact."""
 
 
-def _model_state(actor: MegatronActor) -> dict[str, Any]:
+def model_state(actor: MegatronActor) -> dict[str, Any]:
     """The model's sharded state; with LoRA that of the adapters only, for the base never changes."""
     if actor.lora.enabled:
         return {_ADAPTERS: lora.sharded_state(actor.model.chunks)}
@@ -106,8 +106,9 @@ def _is_extra(name: str) -> bool:
     return "_extra_state" in name
 
 
-def _whole_state(actor: MegatronActor) -> dict[str, Any]:
-    state = _model_state(actor)
+def whole_state(actor: MegatronActor) -> dict[str, Any]:
+    """State of model, optimizer and schedule, by the names of a checkpoint."""
+    state = model_state(actor)
     optimizer = OptimizerState(actor.optimizer, state, is_loading=False)
     return state | {
         _TENSORS: optimizer.tensors,
@@ -176,15 +177,15 @@ class Checkpointer:
         try:
             with rank_zero_alone():
                 if dist.get_rank() == 0:
-                    _remove(temporary)
+                    remove_checkpoint(temporary)
                     temporary.mkdir(parents=True)
-                    _write_state(temporary, next_rollout_id, self._actor, facts)
+                    write_state(temporary, next_rollout_id, self._actor, facts)
                     if write_extra is not None:
                         write_extra(temporary)
             rng.save(temporary, dist.get_rank())
             self._actor.gather_parameters()
             request = dist_checkpointing.save(
-                _whole_state(self._actor),
+                whole_state(self._actor),
                 str(temporary),
                 async_sharded_save=self._settings.async_save,
                 async_strategy="mcore",  # the other one is of a package for CUDA
@@ -237,14 +238,14 @@ class Checkpointer:
         host_barrier()
         if dist.get_rank() == 0:
             assert self._writing is not None
-            _write_checksums(self._writing)
+            write_checksums(self._writing)
             _sync_tree(self._writing)
             _put_in_place(self._writing, final)
             keep_last = self._settings.save_keep_last
             if keep_last is not None:
                 upto = [p for p in checkpoints(self._directory) if p.name <= final.name]
                 for old in upto[:-keep_last]:
-                    _remove(old)
+                    remove_checkpoint(old)
         self._writing = None
         host_barrier()
 
@@ -254,7 +255,7 @@ class Checkpointer:
         is_full = free_bytes_if_full(self._directory) is not None  # before the failed one goes
         cause = f"no space left on {self._directory}: " if is_full else ""
         if dist.get_rank() == 0 and failed is not None:
-            _remove(failed)
+            remove_checkpoint(failed)
         left = self._what_is_left()
         return CheckpointError(
             f"{failed}: cannot write the checkpoint: {cause}{_cause(error)}; {left}"
@@ -276,9 +277,10 @@ def _cause(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _write_state(
+def write_state(
     directory: Path, next_rollout_id: int, actor: MegatronActor, facts: dict[str, Any]
 ) -> None:
+    """Write the facts of a checkpoint that its reader needs before any tensor."""
     state = {
         **facts,
         "num_rollouts": next_rollout_id,
@@ -323,7 +325,7 @@ def _sum_local(directory: Path, rank: int) -> None:
     _part_file(directory, rank).write_bytes(json.dumps(checksums(directory, names)).encode())
 
 
-def _write_checksums(directory: Path) -> None:
+def write_checksums(directory: Path) -> None:
     """Write the checksums of a whole checkpoint, those of each rank's files as it has made them."""
     files: dict[str, dict[str, int]] = {}
     for part in directory.glob(_part_file(directory, 0).name.replace("00000", "*")):
@@ -360,12 +362,12 @@ def _put_in_place(written: Path, final: Path) -> None:
     """Give a whole checkpoint its name and set the pointer; a run can resume at any moment."""
     aside = name_aside(final)
     if final.exists():
-        _remove(aside)
+        remove_checkpoint(aside)
         final.rename(aside)
     written.rename(final)
     _sync_directory(final.parent)  # a power cut must not leave the pointer without the checkpoint
     _write_pointer(final.parent, final)
-    _remove(aside)
+    remove_checkpoint(aside)
 
 
 def _write_pointer(directory: Path, final: Path) -> None:
@@ -397,7 +399,7 @@ def _sync_directory(path: Path) -> None:
         os.close(handle)
 
 
-def _remove(path: Path) -> None:
+def remove_checkpoint(path: Path) -> None:
     """Delete a directory that an interrupted, failed or repeated save left behind."""
     shutil.rmtree(path, ignore_errors=not path.exists())
 
@@ -463,7 +465,7 @@ def load_checkpoint(actor: MegatronActor, checkpoint: Path, *, model_only: bool 
     check_files(checkpoint)
     check_metadata(checkpoint)
     topology = read_state(checkpoint)["topology"]
-    wanted, optimizer = _model_state(actor), None
+    wanted, optimizer = model_state(actor), None
     if not model_only:
         optimizer = OptimizerState(actor.optimizer, wanted, is_loading=True)
         optimizer.match(checkpoint)

@@ -14,7 +14,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from r3train.patches import patch
 
 # parameters whose moments are in float32 at once, while a step computes
-_AT_ONCE = 1 << 27
+AT_ONCE = 1 << 27
 
 
 def mend(part: MegatronOptimizer) -> None:
@@ -103,7 +103,7 @@ def _parts(params: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     part: list[torch.Tensor] = []
     size = 0
     for p in params:
-        if part and size + p.numel() > _AT_ONCE:
+        if part and size + p.numel() > AT_ONCE:
             yield part
             part, size = [], 0
         part.append(p)

@@ -58,7 +58,7 @@ def build_model(config: RunConfig, hf: HfModelFacts, device: torch.device) -> Mo
     use_te = uses_transformer_engine(model.attention_backend, on_cuda=device.type == "cuda")
     rotary.install()
     dtype = torch.bfloat16 if model.bf16 else torch.float32
-    overrides = _transformer_overrides(config, hf, use_te, device)
+    overrides = transformer_overrides_of(config, hf, use_te, device)
     fuses = use_te and overrides.get("gradient_accumulation_fusion", False)
     if fuses and find_spec("fused_weight_gradient_mlp_cuda") is None:
         # Megatron's output layer needs Apex's extension for it, and fails without; the others do not
@@ -143,7 +143,7 @@ def _fuse_gradients(chunk: torch.nn.Module) -> None:
             module.fuse_wgrad_accumulation = True
 
 
-def _transformer_overrides(
+def transformer_overrides_of(
     config: RunConfig, hf: HfModelFacts, use_te: bool, device: torch.device
 ) -> dict[str, Any]:
     """TransformerConfig fields that we set; the others follow from the checkpoint."""

@@ -20,15 +20,15 @@ from r3train.config import RunConfig
 from r3train.config.sources import nearest, places, raise_all
 
 # file -> the classes in it
-_TRANSFORMER = {
+TRANSFORMER = {
     "model_parallel_config.py": "ModelParallelConfig",
     "transformer/transformer_config.py": "TransformerConfig",
 }
-_OPTIMIZER = {"optimizer/optimizer_config.py": "OptimizerConfig"}
+OPTIMIZER = {"optimizer/optimizer_config.py": "OptimizerConfig"}
 
 _BF16 = "--bf16 decides it"
 # what decides it, or why -> fields, or patterns of them, next to those with a flag of their own name
-_OWNED = {
+OWNED = {
     "the checkpoint decides it: set --hf-checkpoint, from which SGLang starts too": """
         num_layers hidden_size num_attention_heads num_query_groups ffn_hidden_size kv_channels
         layernorm_epsilon layernorm_zero_centered_gamma normalization qk_layernorm qk_l2_norm
@@ -71,7 +71,7 @@ _OWNED = {
         *gtp_weight_remat_size *_num_weight_shards moe_single_grouped_*
         use_grouped_gemm_for_* use_transformer_engine_op_fuser *_glu_interleave_size""",
 }
-_OWNED_OPTIMIZER = {
+OWNED_OPTIMIZER = {
     _BF16: "fp16 bf16 params_dtype",
     "the actor trains in float32 or bfloat16 (--bf16), which need no scaling of the loss": """
         fp8_recipe reuse_grad_buf_for_mxfp8_param_ag *loss_scale* hysteresis""",
@@ -99,7 +99,7 @@ def _refusal(name: str, owned: Mapping[str, str], declared: Mapping[str, str]) -
     for reason, patterns in owned.items():
         if any(fnmatchcase(name, pattern) for pattern in patterns.split()):
             return f"cannot be set: {reason}"
-    known = _fields(tuple(declared.items()))
+    known = fields_of(tuple(declared.items()))
     if known and name not in known:
         config = list(declared.values())[-1]
         return f"is no field of the installed Megatron's {config}.{nearest(name, known)}"
@@ -107,7 +107,7 @@ def _refusal(name: str, owned: Mapping[str, str], declared: Mapping[str, str]) -
 
 
 @cache
-def _fields(declared: tuple[tuple[str, str], ...]) -> frozenset[str]:
+def fields_of(declared: tuple[tuple[str, str], ...]) -> frozenset[str]:
     """The annotated fields of the installed Megatron's classes; empty without it."""
     spec = find_spec("megatron")
     roots = spec.submodule_search_locations if spec is not None else None
@@ -126,7 +126,7 @@ def _fields(declared: tuple[tuple[str, str], ...]) -> frozenset[str]:
 def override_conflicts(config: RunConfig) -> Iterator[str]:
     """Yield a complaint for each override that the run decides, that Megatron does not have, or that would harm."""
     for name in config.model.transformer_overrides:
-        if reason := _refusal(name, _OWNED, _TRANSFORMER):
+        if reason := _refusal(name, OWNED, TRANSFORMER):
             yield f"transformer_overrides.{name} {reason}"
     rate = "moe_router_bias_update_rate"
     if config.trainer.freeze_moe_router and rate in config.model.transformer_overrides:
@@ -134,7 +134,7 @@ def override_conflicts(config: RunConfig) -> Iterator[str]:
     given = config.trainer.optimizer_overrides
     for name, value in given.items():
         choices = OPTIMIZER_DTYPES.get(name, (value,))
-        if reason := _refusal(name, _OWNED_OPTIMIZER, _OPTIMIZER):
+        if reason := _refusal(name, OWNED_OPTIMIZER, OPTIMIZER):
             yield f"optimizer_overrides.{name} {reason}"
         elif value not in choices:
             yield f"optimizer_overrides.{name} must be {', '.join(choices)}, got {value!r}"

@@ -254,7 +254,7 @@ class RoutingReplayManager:
             self._recorder = CallRecorder(rank=rank, topk=topk, counts_tokens=counts_tokens)
         self.drift = drift
         self.drifts = False  # True in the pass in which the drift is counted
-        self._routers: list[tuple[int, TopKRouter]] = []
+        self.routers: list[tuple[int, TopKRouter]] = []
         self._staged: dict[int, StagedRoutes] = {}
         self.staged_indexers: dict[int, StagedIndexer] = {}  # by microbatch
         self._forward: dict[int, int] = {}
@@ -290,8 +290,8 @@ class RoutingReplayManager:
                         why="it masks a map [m, E] with a mask [m]",
                     )
                 if self._recorder is not None:
-                    router.register_forward_hook(self._record_call)
-                self._routers.append((vp_stage, router))
+                    router.register_forward_hook(self.record_call)
+                self.routers.append((vp_stage, router))
             for attention in decoder_indexers(chunk):
                 topk = attention.config.dsa_indexer_topk
                 attention.choice_replay = IndexerReplay(self, vp_stage, topk)
@@ -300,7 +300,7 @@ class RoutingReplayManager:
 
     def uninstall(self) -> None:
         """Remove the replay objects.  The checks stay on, and report calls without replay."""
-        for _, router in self._routers:
+        for _, router in self.routers:
             router.router_replay = None
 
     # -- fill and stage ----------------------------------------------------------------------
@@ -388,7 +388,8 @@ class RoutingReplayManager:
             return None
         return (args[0], ~staged.real[:, None]), {}
 
-    def _record_call(self, router: TopKRouter, args: tuple, output: tuple) -> None:
+    def record_call(self, router: TopKRouter, args: tuple, output: tuple) -> None:
+        """Record what a router has returned for the staged rows; its forward hook, and nothing without a recorder."""
         if self.recorder is None:
             return
         staged = self.staged(self._vp_stage_of(router))
@@ -409,7 +410,7 @@ class RoutingReplayManager:
             )
 
     def _vp_stage_of(self, router: TopKRouter) -> int:
-        return next(v for v, r in self._routers if r is router)
+        return next(v for v, r in self.routers if r is router)
 
     # -- evidence ----------------------------------------------------------------------------
 

@@ -37,7 +37,7 @@ _RECOMPUTE_TOLERANCE = 1e-3
 # every layer and microbatch of a step would be gigabytes.
 _SIGNATURE_COLUMNS = 4
 # Calls of one microbatch that are counted at once, by the same kernels as one.  Until then their maps are held.
-_TOGETHER = 16
+TOGETHER = 16
 
 
 @dataclass
@@ -194,7 +194,7 @@ class CallRecorder:
             self._count()
         self._staged, self._kind = staged, kind
         self._seen.append(seen)
-        if len(self._seen) == _TOGETHER:
+        if len(self._seen) == TOGETHER:
             self._count()
 
     @torch.no_grad()

@@ -150,7 +150,7 @@ def test_masked_tokens_get_zero_whatever_the_estimator_says():
 )
 def test_an_estimator_that_misbehaves_is_named_with_what_it_did(name, message, monkeypatch):
     if name == "waits":
-        monkeypatch.setattr("r3train.algo.advantages.estimators._LIMIT_S", 0.2)
+        monkeypatch.setattr("r3train.algo.advantages.estimators.LIMIT_S", 0.2)
     with pytest.raises(ValueError, match=message):
         train_samples(
             scored([[1.0, 0.0]]), AlgorithmSection(advantage_estimator=f"{HERE}:{name}"), 8

@@ -212,10 +212,10 @@ def test_what_a_file_says_reaches_neither_terminal_nor_table_as_a_command(tmp_pa
 
 def test_a_terminal_of_80_columns_breaks_facts_between_words(tmp_path, monkeypatch):
     audit = audit_run(write_run(tmp_path))
-    whole = check_evidence._text_of(audit)
+    whole = check_evidence.text_of(audit)
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "80")
-    lines = check_evidence._text_of(audit).splitlines()
+    lines = check_evidence.text_of(audit).splitlines()
     assert max(len(click.unstyle(line)) for line in lines[1:]) <= 80
     assert len(lines) > len(whole.splitlines())
     assert " ".join(lines).split() == whole.split()

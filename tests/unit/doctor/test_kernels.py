@@ -248,7 +248,7 @@ def test_the_doctor_says_all_of_it_on_a_machine_with_gpus(engine, tiny, monkeypa
     monkeypatch.setattr(diagnosis, "gpus_here", lambda: (2, 80 * 10**9))
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    monkeypatch.delenv(kernels._CACHE_BASE, raising=False)
+    monkeypatch.delenv(kernels.CACHE_BASE, raising=False)
     found = {f.subject: f for f in diagnosis.diagnose(config_of(tiny), 4)}
     assert found["cuDNN"].level in (OK, PROBLEM) and "9.24.0 in torch" in found["cuDNN"].text
     assert found["attention"].level == OK and found["flashinfer"].level == WARNING

@@ -73,13 +73,13 @@ async def test_after_a_bad_answer_the_group_goes_to_another_server():
     assert len(fakes[0].bodies) <= 2 and fakes[1].bodies[-1]["rid"].split("-")[2] == "8"
 
 
-def late(times, *, healthy=True):
-    """A handler that leaves its first ``times`` generations unanswered."""
+def late(times, *, health=200):
+    """A handler that leaves its first ``times`` generations unanswered; health: the status of its answer for it."""
     left = [times]
 
     async def handle(request, body):
         if request.path == "/health":
-            return web.Response(status=200 if healthy else 503)
+            return web.Response(status=health, headers={"Location": "/nowhere"})
         if request.path == "/generate" and left[0]:
             left[0] -= 1
             await asyncio.sleep(30)
@@ -109,12 +109,12 @@ async def test_the_last_late_answer_ends_the_job_with_its_sample_and_is_no_lost_
     assert fake.paths.count("/generate") == 2
 
 
-@pytest.mark.parametrize("hangs", [True, False], ids=["no health", "bad health"])
-async def test_a_late_answer_of_a_server_without_health_is_a_lost_server(hangs):
+@pytest.mark.parametrize("health", [None, 503, 302], ids=["none", "bad", "elsewhere"])
+async def test_a_late_answer_of_a_server_without_health_is_a_lost_server(health):
     async def nothing(_request, _body):
         await asyncio.sleep(30)
 
-    fake, told = Fake(nothing if hangs else late(9, healthy=False)), []
+    fake, told = Fake(late(9, health=health) if health else nothing), []
     options = dict(max_bad_answers=3, on_bad_answer=lambda: told.append(1), request_timeout_s=0.2)
     async with client_of(fake, health_timeout_s=0.2, **options) as client:
         with pytest.raises(AnswerLate, match="sample 0: no answer"):

@@ -60,7 +60,7 @@ class Capturer:
 def test_a_scheduler_sends_bits_of_the_rows_that_were_asked_for(start, asked, monkeypatch):
     from r3train.engine import compact_routes
 
-    monkeypatch.setattr(compact_routes, "_BLOCK_BYTES", 4 * 24)  # four rows
+    monkeypatch.setattr(compact_routes, "BLOCK_BYTES", 4 * 24)  # four rows
     random = np.random.default_rng(0)
     ids = np.full((9, 2, 3), -1, dtype=np.int32)
     for row, layer in np.ndindex(9, 2):
@@ -79,12 +79,12 @@ def test_a_scheduler_sends_bits_of_the_rows_that_were_asked_for(start, asked, mo
             indexer_topk=None,
         )
         request = SimpleNamespace(**request_facts | changes)
-        compact_routes._collect_chosen(processor, request)
+        compact_routes.collect_chosen(processor, request)
         return request.indexer_topk
 
     assert collect() is None, "this server records nothing"
     # SGLang's own asks in its own module
-    for name in (compact_routes.__name__, compact_routes._collect_all_chosen.__module__):
+    for name in (compact_routes.__name__, compact_routes.collect_all_chosen.__module__):
         monkeypatch.setattr(f"{name}.get_global_indexer_capturer", lambda: capturer)
     assert collect(return_indexer_topk=False) is None and capturer.asked == []
     sent = collect()
@@ -105,10 +105,10 @@ def test_what_a_scheduler_collected_is_sent_short_where_it_can_be(monkeypatch, i
 
     tensor = None if ids is None else torch.tensor(ids, dtype=torch.int32)
     monkeypatch.setattr(
-        compact_routes, "_collect", lambda self, req: setattr(req, "routed_experts", tensor)
+        compact_routes, "collect_routes", lambda self, req: setattr(req, "routed_experts", tensor)
     )
     request = SimpleNamespace(routed_experts=None)
-    compact_routes._collect_short(None, request)
+    compact_routes.collect_short(None, request)
     if sent is None:
         assert request.routed_experts is tensor
     else:

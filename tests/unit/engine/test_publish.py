@@ -580,7 +580,7 @@ def alone():
 def test_a_bucket_is_made_while_the_one_before_it_is_sent(alone, monkeypatch):
     log = []
     engine, flat = SlowEngine(log), publish.flatten
-    monkeypatch.setattr(publish, "_ALIVE_EVERY_S", 0.01)
+    monkeypatch.setattr(publish, "ALIVE_EVERY_S", 0.01)
     monkeypatch.setattr(publish, "flatten", lambda *how: log.append("made") or flat(*how))
     publisher = DistributedPublisher(engine, bucket_bytes=8)
     publisher.publish(tensors(2), version=1)  # a group's first broadcast is awaited
@@ -594,7 +594,7 @@ def test_a_bucket_is_made_while_the_one_before_it_is_sent(alone, monkeypatch):
 
 def test_a_group_made_after_a_restart_has_a_new_name(alone, monkeypatch):
     """A server that was not restarted refuses the name of a group that it knows."""
-    monkeypatch.setattr(publish, "_ALIVE_EVERY_S", 0.01)
+    monkeypatch.setattr(publish, "ALIVE_EVERY_S", 0.01)
     names, engine = [], SlowEngine([])
     join = engine.init_weights_update_group
 
@@ -614,7 +614,7 @@ def test_a_group_made_after_a_restart_has_a_new_name(alone, monkeypatch):
 
 def test_two_buckets_take_turns_in_memory_that_stays_for_the_next_update(alone, monkeypatch):
     places, flat = [], publish.flatten
-    monkeypatch.setattr(publish, "_ALIVE_EVERY_S", 0.01)
+    monkeypatch.setattr(publish, "ALIVE_EVERY_S", 0.01)
 
     def noted(bucket, memory):
         places.append((memory.data_ptr(), memory.nbytes))
@@ -647,7 +647,7 @@ def test_a_server_that_dies_before_the_first_broadcast_is_noticed_at_once(alone,
         began.append(threading.current_thread())
         ended.wait(600)
 
-    monkeypatch.setattr(publish, "_ALIVE_EVERY_S", 0.01)
+    monkeypatch.setattr(publish, "ALIVE_EVERY_S", 0.01)
     monkeypatch.setattr(publish.dist, "broadcast", broadcast)
     publisher = DistributedPublisher(LostEngine([]), bucket_bytes=8)
     late = threading.Timer(300, ended.set)  # where this thread waits, the test ends late and fails
@@ -667,7 +667,7 @@ def test_later_broadcasts_of_a_group_are_begun_here(alone, monkeypatch):
         threads.append(threading.current_thread().name)
         return broadcast(*how, **more)
 
-    monkeypatch.setattr(publish, "_ALIVE_EVERY_S", 0.01)
+    monkeypatch.setattr(publish, "ALIVE_EVERY_S", 0.01)
     monkeypatch.setattr(publish.dist, "broadcast", noted)
     publisher = DistributedPublisher(SlowEngine([]), bucket_bytes=8)
     here = threading.current_thread().name
@@ -686,7 +686,7 @@ def test_a_tensor_that_cannot_be_had_leaves_the_group_in_step(alone, monkeypatch
         raise ValueError("not there")
 
     log = []
-    monkeypatch.setattr(publish, "_ALIVE_EVERY_S", 0.01)
+    monkeypatch.setattr(publish, "ALIVE_EVERY_S", 0.01)
     publisher = DistributedPublisher(SlowEngine(log), bucket_bytes=8)
     with pytest.raises(ValueError, match="not there"):
         publisher.publish(broken(), version=1)
@@ -705,10 +705,10 @@ def test_an_address_of_another_node_is_refused_by_name():
 
 def test_gloo_gets_the_interface_of_the_address_unless_one_is_named(monkeypatch):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    with publish._gloo_on("eth7"):
+    with publish.gloo_on("eth7"):
         assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
     assert "GLOO_SOCKET_IFNAME" not in os.environ
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
-    with publish._gloo_on("eth7"):
+    with publish.gloo_on("eth7"):
         assert os.environ["GLOO_SOCKET_IFNAME"] == "ib0"
     assert os.environ["GLOO_SOCKET_IFNAME"] == "ib0"

@@ -133,7 +133,7 @@ async def test_nobody_listening_is_retried_and_then_said():
 
 
 async def test_a_server_too_busy_to_take_connections_is_asked_again(monkeypatch):
-    monkeypatch.setattr("r3train.engine.sglang_http._CONNECT_S", 0.3)
+    monkeypatch.setattr("r3train.engine.sglang_http.CONNECT_S", 0.3)
     with socket.create_server(("127.0.0.1", 0), backlog=0) as listener:
         place = listener.getsockname()
         waiting = [socket.socket() for _ in range(3)]

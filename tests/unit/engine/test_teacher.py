@@ -110,7 +110,7 @@ def spoiled(change):
     ],
 )
 async def test_a_teacher_that_fails_is_asked_again_and_then_named(handler, message, monkeypatch):
-    monkeypatch.setattr("r3train.engine.teacher._PAUSE_S", 0.01)
+    monkeypatch.setattr("r3train.engine.teacher.PAUSE_S", 0.01)
     fake = Fake(handler)
     # no EngineError: a restart of the run's local servers fixes nothing
     with pytest.raises(RuntimeError, match=rf"teacher http://.*{message}.*\(try 3 of 3\)") as error:
@@ -120,7 +120,7 @@ async def test_a_teacher_that_fails_is_asked_again_and_then_named(handler, messa
 
 
 async def test_one_failure_is_mended_by_the_next_answer(monkeypatch):
-    monkeypatch.setattr("r3train.engine.teacher._PAUSE_S", 0.01)
+    monkeypatch.setattr("r3train.engine.teacher.PAUSE_S", 0.01)
     left = [1]
 
     async def once(request, body):

@@ -271,7 +271,6 @@ async def test_an_abort_of_this_client_is_read_and_ends_with_its_request(shared)
             await asyncio.sleep(0.01)
         await client.abort()
         assert (await call).finish_reason == "abort"
-        assert not client._aborted
         with pytest.raises(BadAnswer, match="nobody here aborted it"):
             await one(client, 1)
 
@@ -341,14 +340,6 @@ async def test_ids_are_held_to_the_vocabulary_and_ends_to_the_server():
     full = lambda server: (range(4, 5),)[server]  # noqa: E731
     async with client_of(Fake(first(9, short)), ends_at=full) as client:
         assert (await one(client)).finish_reason == "length"
-
-
-async def test_a_health_that_redirects_is_no_health():
-    async def moved(_request, _body):
-        return web.Response(status=302, headers={"Location": "http://127.0.0.1:9"})
-
-    async with client_of(Fake(moved)) as client:
-        assert not await client._healthy(0)
 
 
 async def test_a_body_of_a_control_call_is_bounded():

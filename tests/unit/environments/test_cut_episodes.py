@@ -11,7 +11,7 @@ from tests.fakes.server import SimulatedEngine
 
 from r3train.algo.trajectories import without_truncated
 from r3train.engine.backend import SamplingParams
-from r3train.generation.conversation import _one_turn
+from r3train.generation.conversation import one_turn
 from r3train.generation.stitch import extend
 
 
@@ -89,9 +89,9 @@ def test_a_turn_ends_before_the_tokens_of_the_next_though_nothing_was_said_betwe
     for source in (1, 2):
         answer = segment(sample, 2, source)
         sample = extend(sample, with_kept(answer, [50 + source, 7], [50 + source]))
-    first = _one_turn(sample, 0, 2, 4, 1, is_last=False)
+    first = one_turn(sample, 0, 2, 4, 1, is_last=False)
     assert [place for place, _, _ in first.decoded_masks] == [2]
     assert first.mask_counts.tolist() == [0, 0, 2, 1] and first.mask_ids.tolist() == [51, 7, 51]
-    second = _one_turn(sample, 1, 4, 6, 2, is_last=True)
+    second = one_turn(sample, 1, 4, 6, 2, is_last=True)
     assert [place for place, _, _ in second.decoded_masks] == [2, 4]
     assert len(first.decoded) == 1 and len(second.decoded) == 2

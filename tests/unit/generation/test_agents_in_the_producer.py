@@ -206,11 +206,9 @@ def test_a_group_whose_agent_failed_is_replaced_and_its_others_end():
         return 0.0
 
     fails_at_first.done, fails_at_first.slow = False, True
-    outcomes = []
     with producer_of(
         engine_of(tick_s=0.02), fails_at_first, on_failure="drop", num_rollout=1
     ) as producer:
-        producer._on_outcome = outcomes.append
         groups = [{s.group_id for s, _ in group} for group in producer.next_batch(0)]
         assert producer.stats()["outcomes"]["dropped_agent"] == 1
         assert producer.agents.stats()["agent"]["failures"] == 1

@@ -36,7 +36,7 @@ def is_evaluated(access) -> bool:
 @pytest.mark.timeout(60)
 def test_an_evaluated_session_holds_no_slot_between_its_calls():
     """There is one slot; rollouts begin when a session has called once, and it goes on when they are complete."""
-    begun, complete, waiting = asyncio.Event(), asyncio.Event(), []
+    begun, complete, waiting, loops = asyncio.Event(), asyncio.Event(), [], []
 
     async def waits_for_the_rollout(access) -> float:
         if not is_evaluated(access):
@@ -44,6 +44,7 @@ def test_an_evaluated_session_holds_no_slot_between_its_calls():
         answer = await ask(access, user("go"))
         if is_evaluated(access):
             waiting.append(1)
+            loops.append(asyncio.get_running_loop())
             begun.set()
             await complete.wait()
         await ask(access, user("go"), answer, user("on"))
@@ -56,7 +57,7 @@ def test_an_evaluated_session_holds_no_slot_between_its_calls():
         try:
             assert len(producer.next_batch(0, _raising_after(200))) == 2
         finally:
-            producer._loop.call_soon_threadsafe(complete.set)
+            loops[0].call_soon_threadsafe(complete.set)
         producer.await_evaluation()
         rows = producer.take_evaluation()["held_out"]
     assert [row["reward"] for row in rows] == [0.5] * 4 and len(waiting) == 4

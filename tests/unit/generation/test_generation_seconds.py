@@ -107,9 +107,7 @@ def test_a_file_from_before_the_field_is_read(tmp_path):
         tensors = {name: file.get_tensor(name) for name in file.keys()}
     header = json.loads(metadata["header"])
     del header["samples"]["generation_s"]
-    header["checksum"] = rollout_file._arrays_checksum(
-        tensors
-    )  # all that files of that time summed
+    header["checksum"] = rollout_file.arrays_checksum(tensors)  # all that files of that time summed
     del metadata["checksum"]
     save_file(tensors, path, {**metadata, "header": json.dumps(header)})
     assert [s.generation_s for s, _ in read_samples(path)[0]] == [0.0] * 4

@@ -71,10 +71,9 @@ def test_groups_that_wait_to_be_generated_again_have_an_account_at_the_end():
 
 def test_a_restart_goes_on_with_every_group_that_is_not_trained():
     buffer = again()
-    [new] = [g for g in submit(buffer, 2, 3) if g.group_id == 4]
-    assert [g.attempt for g in buffer._groups.values()] == [1, 1, 0]
+    _, complete_group, new = submit(buffer, 2, 3)
+    assert (new.group_id, new.attempt, complete_group.attempt) == (4, 0, 1)
     buffer.finish(new, 1, [(sample(4, (1, 2)), 1.0)])
-    complete_group = buffer._groups[3]
     complete(buffer, complete_group, versions=(2, 2))
     state = buffer.snapshot()
     back = buffer_of(limits(over_sampling=4, size=9, stale_policy="regenerate"), start_rollout=2)

@@ -9,7 +9,7 @@ import pytest
 
 from r3train.engine.backend import Segment
 from r3train.generation import stitch
-from r3train.generation.conversation import _one_turn
+from r3train.generation.conversation import one_turn
 from r3train.layout.provenance import classes_of_tokens, count_rows
 from r3train.types import Prompt, RolloutSample, RouteShape, RowClass
 
@@ -94,7 +94,7 @@ def test_a_cut_ends_before_the_row_of_its_last_token_and_a_fork_goes_on_from_the
     forked = stitch.forked(whole, 5, [8, 8], sample_id=8)
     assert letters(forked) == "ppppfff"
     assert letters(answered(forked, 1)) == "pppp" + "ppp" + "f"
-    first = _one_turn(stitch.finished(whole), 0, 4, 6, 1, is_last=False)
+    first = one_turn(stitch.finished(whole), 0, 4, 6, 1, is_last=False)
     assert letters(first) == "ppppdf"
 
 

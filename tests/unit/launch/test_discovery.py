@@ -54,8 +54,8 @@ class Disk(WeightPublisher):
 @contextlib.asynccontextmanager
 async def fleet(tmp_path, monkeypatch, *fakes, gives=True, timeout_s=20.0, wait_s=60.0, **how):
     """A run's discovery, whose first server has joined and holds version 7; ``told`` has (server, what, why)."""
-    monkeypatch.setattr(module, "_EVERY_S", 0.02)
-    monkeypatch.setattr(module, "_AGAIN_S", 0.05)
+    monkeypatch.setattr(module, "EVERY_S", 0.02)
+    monkeypatch.setattr(module, "AGAIN_S", 0.05)
     async with contextlib.AsyncExitStack() as stack:
         addrs = [await stack.enter_async_context(fake.running()) for fake in fakes]
         told, source = [], tmp_path / "servers"

@@ -130,8 +130,8 @@ async def test_the_own_function_of_a_set_is_called_for_an_answer_and_not_for_a_g
 async def test_a_server_that_is_not_there_is_an_error_without_a_traceback(
     tiny, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("r3train.engine.sglang_http._CONNECT_RETRIES_S", ())
-    monkeypatch.setattr("r3train.engine.sglang_http._DEATH_REPORT_S", 0)
+    monkeypatch.setattr("r3train.engine.sglang_http.CONNECT_RETRIES_S", ())
+    monkeypatch.setattr("r3train.engine.sglang_http.DEATH_REPORT_S", 0)
     path = str(held_out(tmp_path / "a.jsonl"))
     command = ["eval", str(tiny / "model"), "--rollout-external-engine-addrs", "127.0.0.1:9"]
     command += ["--rm-type", "accepted_words", "--eval-max-response-len", "4", "--no-progress"]

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from r3train.config.cross_checks import check_static
 from r3train.config.options import parse_train_flags
 from r3train.commands.serve import serve
-from r3train.launch.start.start_ranks import _OPTIONS, without
+from r3train.launch.start.start_ranks import OPTIONS, without
 
 MANIFEST = Path(__file__).resolve().parents[3] / "examples/kubernetes/jobset.yaml"
 
@@ -72,7 +72,7 @@ def test_its_pods_meet_one_another_and_have_time_to_save():
     nodes = jobs["train"]["parallelism"]
     assert jobs["train"]["completions"] == nodes and f"--nnodes={nodes}" in train
     assert f"--rdzv-endpoint={name}-train-0-0.{name}:29500" in train
-    config = parse_train_flags(without(_OPTIONS, train), prog_name="train")
+    config = parse_train_flags(without(OPTIONS, train), prog_name="train")
     gpus = int(pods["train"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"])
     assert f"--nproc-per-node={gpus}" in train
     check_static(config, nodes * gpus)

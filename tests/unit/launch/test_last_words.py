@@ -66,7 +66,7 @@ def test_errors_of_closing_are_recorded_and_not_shown(ranks):
 
 
 def test_another_rank_stays_until_rank_0_has_shown_an_error(ranks, monkeypatch):
-    monkeypatch.setattr(last_words, "_RANK_0_SHOWS_S", 60.0)
+    monkeypatch.setattr(last_words, "RANK_0_SHOWS_S", 60.0)
     ranks.one.say(OSError("x"))
     stays = threading.Thread(target=ranks.one.stay)
     stays.start()
@@ -78,7 +78,7 @@ def test_another_rank_stays_until_rank_0_has_shown_an_error(ranks, monkeypatch):
 
 
 def test_another_rank_shows_its_own_error_where_rank_0_shows_none(ranks, monkeypatch):
-    monkeypatch.setattr(last_words, "_RANK_0_SHOWS_S", 0.0)
+    monkeypatch.setattr(last_words, "RANK_0_SHOWS_S", 0.0)
     error = OSError("x")
     ranks.one.say(error)
     ranks.one.stay()

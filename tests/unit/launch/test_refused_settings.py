@@ -310,10 +310,10 @@ def test_the_owned_fields_are_fields_of_megatron_whose_source_tells_them():
     from megatron.core.transformer import TransformerConfig
 
     for owned, declared, megatrons in (
-        (overrides._OWNED, overrides._TRANSFORMER, TransformerConfig),
-        (overrides._OWNED_OPTIMIZER, overrides._OPTIMIZER, OptimizerConfig),
+        (overrides.OWNED, overrides.TRANSFORMER, TransformerConfig),
+        (overrides.OWNED_OPTIMIZER, overrides.OPTIMIZER, OptimizerConfig),
     ):
-        known = overrides._fields(tuple(declared.items()))
+        known = overrides.fields_of(tuple(declared.items()))
         assert known == {field.name for field in dataclasses.fields(megatrons)}
         patterns = " ".join(owned.values()).split()
         assert not [p for p in patterns if not fnmatch.filter(known, p)]

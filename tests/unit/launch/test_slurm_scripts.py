@@ -16,7 +16,7 @@ import pytest
 
 from r3train.config import RunConfig
 from r3train.engine.key import engine_api_key
-from r3train.engine.server import _PORTS
+from r3train.engine.server import PORTS
 from r3train.launch.gpus import server_size
 from tests.published import RECIPES
 
@@ -415,7 +415,7 @@ def test_two_jobs_and_two_starts_share_no_port_name_or_directory(tmp_path):
 def test_the_rendezvous_port_is_no_servers_and_no_outgoing_connections(tmp_path, job_id):
     (_, ranks) = render(tmp_path, "train_multi_node", nodes=2, SLURM_JOB_ID=job_id)[1]
     port = int(after(ranks, "--rdzv-endpoint").rpartition(":")[2])
-    assert 1024 < port < min(_PORTS.start, EPHEMERAL)
+    assert 1024 < port < min(PORTS.start, EPHEMERAL)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -18,7 +18,7 @@ from tests.unit.doctor_setups import ROOT
 from r3train.config import RunConfig
 from r3train.engine.server import free_port
 from r3train.launch.start import start_ranks as starts
-from r3train.launch.start.start_ranks import _OPTIONS, _meeting, ranks_here, start_ranks, without
+from r3train.launch.start.start_ranks import OPTIONS, meeting, ranks_here, start_ranks, without
 
 
 @pytest.fixture
@@ -60,11 +60,11 @@ def test_without_a_number_there_are_as_many_ranks_as_the_settings_need(
     [("a:1", ("a", 1)), ("a", ("a", 29500)), ("10.0.0.1:99", ("10.0.0.1", 99))],
 )
 def test_machines_meet_at_the_endpoint(endpoint, expected):
-    assert _meeting(2, 1, endpoint) == expected
+    assert meeting(2, 1, endpoint) == expected
 
 
 def test_a_machine_alone_meets_itself_at_a_free_port_of_loopback():
-    host, port = _meeting(1, 0, None)
+    host, port = meeting(1, 0, None)
     assert host == "127.0.0.1" and port > 1023
 
 
@@ -80,8 +80,8 @@ def test_the_ranks_get_every_flag_but_the_launchers():
         "--master-addr",
         "h",
     ]
-    assert without(_OPTIONS, [*words[:5], *words[7:]]) == ["--config", "x"]
-    assert without(_OPTIONS, ["--prompt-data", "a", "b", "--nproc-per-node", "2"]) == [
+    assert without(OPTIONS, [*words[:5], *words[7:]]) == ["--config", "x"]
+    assert without(OPTIONS, ["--prompt-data", "a", "b", "--nproc-per-node", "2"]) == [
         "--prompt-data",
         "a",
         "b",
@@ -143,7 +143,7 @@ def program(tmp_path, monkeypatch):
     """A program in the place of a rank of ours."""
     (tmp_path / "small_rank.py").write_text(RANK)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
-    monkeypatch.setattr(starts, "_PROGRAM", "small_rank")
+    monkeypatch.setattr(starts, "PROGRAM", "small_rank")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
@@ -162,7 +162,7 @@ def program(tmp_path, monkeypatch):
     ],
 )
 def test_the_launcher_adds_a_line_only_where_no_rank_has_spoken(flags, code, line, program, capfd):
-    assert start_ranks(flags, 2, 1, 0, *_meeting(1, 0, None)) == code
+    assert start_ranks(flags, 2, 1, 0, *meeting(1, 0, None)) == code
     output = capfd.readouterr()
     assert output.out == ""
     assert re.fullmatch(line, output.err), output.err
@@ -188,7 +188,7 @@ def test_every_flag_arrives_at_every_rank_as_it_was_given(program, tmp_path):
         "\u00e9",
     ]
     flags = ["writes", str(tmp_path / "flags"), *words]
-    assert start_ranks(flags, 2, 1, 0, *_meeting(1, 0, None)) == 0
+    assert start_ranks(flags, 2, 1, 0, *meeting(1, 0, None)) == 0
     for rank in range(2):
         assert json.loads((tmp_path / f"flags.{rank}").read_text()) == flags
 
@@ -197,7 +197,7 @@ def test_the_launcher_leaves_no_file(program, tmp_path, monkeypatch):
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     for flags in (["ends"], ["speaks"]):
-        start_ranks(flags, 2, 1, 0, *_meeting(1, 0, None))
+        start_ranks(flags, 2, 1, 0, *meeting(1, 0, None))
     assert not os.listdir(tmp_path / "temporary")
 
 
@@ -233,7 +233,7 @@ from r3train.engine.server import free_port
 from r3train.config import RunConfig
 from r3train.engine.server import free_port
 from r3train.launch.start import start_ranks as starts
-starts._PROGRAM = "small_rank"
+starts.PROGRAM = "small_rank"
 sys.exit(starts.{call})
 """
     command = [sys.executable, "-c", code_of]
@@ -261,7 +261,7 @@ class Launch(api.elastic_launch):
         os.kill(os.getpid(), signal.SIGTERM)
         return found
 
-api.elastic_launch, starts._PROGRAM = Launch, "small_rank"
+api.elastic_launch, starts.PROGRAM = Launch, "small_rank"
 sys.exit(starts.start_ranks(["ends"], 2, 1, 0, "127.0.0.1", free_port("127.0.0.1")))
 """
     done = subprocess.run([sys.executable, "-c", code_of], capture_output=True, text=True)
@@ -332,8 +332,8 @@ def test_the_ranks_of_two_machines_meet_at_the_endpoint(tmp_path, monkeypatch):
 import sys
 from r3train.engine.server import free_port
 from r3train.launch.start import start_ranks as starts
-starts._PROGRAM, node = "small_rank", int(sys.argv[1])
-sys.exit(starts.start_ranks([], 1, 2, node, *starts._meeting(2, node, "{endpoint}")))
+starts.PROGRAM, node = "small_rank", int(sys.argv[1])
+sys.exit(starts.start_ranks([], 1, 2, node, *starts.meeting(2, node, "{endpoint}")))
 """
     machines = [
         subprocess.Popen([sys.executable, "-c", code, str(node)], stdout=subprocess.PIPE, text=True)

@@ -254,7 +254,7 @@ def of_a_later_row(cut: Callable) -> Callable:
 
 
 def test_a_cut_from_later_rows_is_caught(monkeypatch):
-    monkeypatch.setattr(conversation, "_one_turn", of_a_later_row(conversation._one_turn))
+    monkeypatch.setattr(conversation, "one_turn", of_a_later_row(conversation.one_turn))
     expected, dispatched, _, _ = expected_and_dispatched(play(sample_a_turn=True))
     assert all(expected[layer] != dispatched[layer] for layer in LAYERS)
 

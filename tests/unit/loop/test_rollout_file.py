@@ -433,7 +433,7 @@ def test_any_bit_of_the_header_counts_and_an_old_file_is_read(tmp_path):
         assert facts == expected[1] and len(samples) == len(expected[0])
 
     tensors, header = rollout_file._encode(scored())
-    header |= {"facts": {"n": 1}, "checksum": rollout_file._arrays_checksum(tensors)}
+    header |= {"facts": {"n": 1}, "checksum": rollout_file.arrays_checksum(tensors)}
     old = {"format": "r3train-samples-1", "header": json.dumps(header)}
     path.write_bytes(save(tensors, old))
     assert read_samples(path)[1] == {"n": 1}

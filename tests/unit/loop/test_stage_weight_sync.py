@@ -103,7 +103,7 @@ def ranks(monkeypatch):
         "recv_json",
         lambda rank=0: json.loads(to[0 if rank else LEADER].get(timeout=20)),
     )
-    monkeypatch.setattr(publish, "_ALIVE_EVERY_S", 0.01)
+    monkeypatch.setattr(publish, "ALIVE_EVERY_S", 0.01)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     servers = Servers()
     how = dict(bucket_bytes=8, timeout_s=20, together=[("half", "other")])

@@ -221,7 +221,7 @@ def test_a_run_that_was_resumed_with_the_other_setting_passes(first, tmp_path, c
 def small_parts(monkeypatch, caplog):
     caplog.set_level(logging.CRITICAL)
     monkeypatch.setattr(rotated_files, "PART_BYTES", 6000)
-    monkeypatch.setattr(rotated_files, "_MEMBER_BYTES", 2000)
+    monkeypatch.setattr(rotated_files, "MEMBER_BYTES", 2000)
 
 
 @pytest.mark.parametrize("summed", [False, True], ids=["calls", "summed"])
@@ -230,7 +230,7 @@ def test_evidence_in_parts_is_judged_as_evidence_in_one_file(summed, tmp_path, m
     how = {"summed": summed, "microbatches": 2}
     whole = audit_run(write_run(tmp_path / "whole", range(9), **how), keep_steps=True)
     monkeypatch.setattr(rotated_files, "PART_BYTES", 6000)
-    monkeypatch.setattr(rotated_files, "_MEMBER_BYTES", 2000)
+    monkeypatch.setattr(rotated_files, "MEMBER_BYTES", 2000)
     run = write_run(tmp_path / "parts", range(5), **how)
     again = {"attempt": "2026-01-01T00:00:00Z", **how}
     write_run(run, range(5, 9), **again)  # numbers go on

@@ -12,7 +12,7 @@ from r3train.algo.gap_budget import PARTS
 from r3train.cli import main
 from r3train.config.help_text import find_setting
 from r3train.observe.metrics import MetricsWriter
-from r3train.report.explain_run import _ABOUT, since_when
+from r3train.report.explain_run import ABOUT, since_when
 
 
 def run_of(run_dir: Path, steps: list[dict[str, float]], r3: bool = True) -> Path:
@@ -51,7 +51,7 @@ def test_every_cause_is_found(tmp_path, cause):
     parts = {**dict.fromkeys(PARTS, 1e-6), cause: 1e-3}
     shown = explain(run_of(tmp_path / "run", [parts] * 3, r3=cause != "routing"))
     assert f"{cause} dominates, from the first step on" in shown
-    flags = re.findall(r"--[\w-]+", _ABOUT[cause][1])
+    flags = re.findall(r"--[\w-]+", ABOUT[cause][1])
     assert flags and all(flag in shown for flag in flags)
     for flag in flags:
         find_setting(flag)

@@ -152,7 +152,7 @@ def test_the_files_of_a_program_are_bounded_together(apart, monkeypatch, tmp_pat
     elif "--mount" not in code.isolation():
         pytest.skip("not run: this machine lets nobody mount in a namespace")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr(code, "_DIRECTORY_BYTES", 8 << 20)
+    monkeypatch.setattr(code, "DIRECTORY_BYTES", 8 << 20)
     program = """
 import time
 for number in range({files}):
@@ -175,7 +175,7 @@ time.sleep({then})
 @pytest.mark.parametrize("how", ["os.mkdir('a'); os.chdir('a')", "open(str(n), 'w')"])
 def test_small_and_deep_files_count_too(how, monkeypatch, tmp_path):
     monkeypatch.setattr(code, "isolation", lambda: ())
-    monkeypatch.setattr(code, "_DIRECTORY_BYTES", 1 << 20)
+    monkeypatch.setattr(code, "DIRECTORY_BYTES", 1 << 20)
     program = f"import os\nfor n in range(1500): {how}\n"
     assert reward_of(program + "print(3)", {"inputs": [""], "outputs": ["3"]}) == 0.0
 

@@ -94,17 +94,17 @@ def writes_a_long_answer(prompt, text, ids):
 
 
 def writes_deep_json(prompt, text, ids):
-    os.write(_socket(), worker._framed(b"[" * 100_000))
+    os.write(_socket(), worker.framed(b"[" * 100_000))
     time.sleep(1000)
 
 
 def writes_a_table(prompt, text, ids):
-    os.write(_socket(), worker._framed(b'{"a": 1}'))
+    os.write(_socket(), worker.framed(b'{"a": 1}'))
     time.sleep(1000)
 
 
 def writes_two_values(prompt, text, ids):
-    os.write(_socket(), worker._framed(b"[1, null]"))
+    os.write(_socket(), worker.framed(b"[1, null]"))
     time.sleep(1000)
 
 

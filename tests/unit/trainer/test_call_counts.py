@@ -73,7 +73,7 @@ class Calls:
         self.served: dict[int, torch.Tensor] = {}
         config = SimpleNamespace(moe_token_dispatcher_type="alltoall")
         self.routers = {n: SimpleNamespace(layer_number=n, config=config) for n in LAYERS}
-        self.manager._routers = [(0, router) for router in self.routers.values()]
+        self.manager.routers = [(0, router) for router in self.routers.values()]
         gates = lambda scores, experts: scores.gather(1, experts)  # noqa: E731
         self.replays = {n: RouterReplay(self.manager, 0, n, gates) for n in LAYERS}
 
@@ -94,7 +94,7 @@ class Calls:
         self.served[layer] = experts
         routing_map = torch.zeros(ROWS, EXPERTS, dtype=torch.bool).scatter(1, experts, True)
         change(routing_map)
-        self.manager._record_call(self.routers[layer], (), (routing_map.float(), routing_map))
+        self.manager.record_call(self.routers[layer], (), (routing_map.float(), routing_map))
 
     def forward(
         self, s: RankSlice, replay_pass: str = "old_log_prob", *, counts_controls=True
@@ -359,7 +359,7 @@ def test_the_map_of_a_flex_dispatcher_is_that_of_its_largest_probabilities():
         )[1]
         probs = torch.ones(ROWS, EXPERTS).scatter(1, experts, 0.0)
         routing_map = torch.zeros(ROWS, EXPERTS, dtype=torch.bool).scatter(1, experts, True)
-        calls.manager._record_call(router, (), (probs, routing_map))
+        calls.manager.record_call(router, (), (probs, routing_map))
         found.append(calls.collected()[3])
     right = fingerprint_of(routes[:, LAYERS.index(3)], 3)
     assert [call.fingerprint == right for call in found] == [True, False]
@@ -370,7 +370,7 @@ def test_each_chunk_of_a_rank_has_its_own_microbatch():
     """As in an interleaved schedule: one chunk is a microbatch ahead of the other."""
     slices, calls = [make_slice(0), make_slice(1, 1)], Calls(0)
     routes = [s.routes.copy() for s in slices]
-    calls.manager._routers = [(int(n >= 10), router) for n, router in calls.routers.items()]
+    calls.manager.routers = [(int(n >= 10), router) for n, router in calls.routers.items()]
     for n, of in calls.replays.items():
         of.vp_stage = int(n >= 10)
     calls.manager.begin_pass("train", slices, HELD)

@@ -85,7 +85,7 @@ def test_a_new_run_beside_one_that_got_further_keeps_both(tmp_path, keep_last):
     assert names(tmp_path) == [*kept, "iter_0000010", "iter_0000020", saved_state.LATEST]
 
 
-@pytest.mark.parametrize("killed_in", ["rename", "_write_pointer", "_remove"])
+@pytest.mark.parametrize("killed_in", ["rename", "_write_pointer", "remove_checkpoint"])
 @pytest.mark.parametrize("call", [1, 2])
 def test_a_kill_while_one_of_the_same_name_is_replaced_leaves_a_whole_one(
     tmp_path, monkeypatch, killed_in, call
@@ -114,7 +114,7 @@ def test_a_kill_while_one_of_the_same_name_is_replaced_leaves_a_whole_one(
     found = saved_state.read_state(saved_state.latest_checkpoint(tmp_path))
     assert found["which"] in ("old", "new")
     for leftover in tmp_path.glob("*.tmp"):
-        checkpoint._remove(leftover)
+        checkpoint.remove_checkpoint(leftover)
     switch(tmp_path, 5, which="newest")
     assert saved_state.read_state(saved_state.latest_checkpoint(tmp_path))["which"] == "newest"
     assert names(tmp_path) == ["iter_0000005", saved_state.LATEST]
@@ -274,8 +274,8 @@ def alone_in_a_group():
 def test_a_tensor_with_a_hole_is_not_saved(alone_in_a_group, tmp_path, monkeypatch):
     half = ShardedTensor.from_rank_offsets("experts", torch.ones(2), (0, 0, 2))
     actor = SimpleNamespace(gather_parameters=lambda: None)
-    monkeypatch.setattr(checkpoint, "_whole_state", lambda actor: {"experts": half})
-    monkeypatch.setattr(checkpoint, "_write_state", lambda *_: None)
+    monkeypatch.setattr(checkpoint, "whole_state", lambda actor: {"experts": half})
+    monkeypatch.setattr(checkpoint, "write_state", lambda *_: None)
     saver = checkpoint.Checkpointer(actor, CheckpointSection(save=tmp_path))
     with pytest.raises(checkpoint.CheckpointError, match="experts"):
         saver.save(1, {})
@@ -295,7 +295,7 @@ def test_a_checkpoint_whose_layers_state_runs_code_runs_none_here(
     capsys.readouterr()
     dist_checkpointing.load(extra(None), str(tmp_path))
     assert capsys.readouterr().out == "code of a checkpoint ran\n", "the attack is one"
-    monkeypatch.setattr(checkpoint, "_model_state", lambda _: extra(None))
+    monkeypatch.setattr(checkpoint, "model_state", lambda _: extra(None))
     with pytest.raises(ValueError, match="cannot be loaded: Unsupported global: GLOBAL print was"):
         checkpoint.load_checkpoint(None, tmp_path, model_only=True)
     assert capsys.readouterr().out == ""
@@ -332,8 +332,8 @@ def saved_alone(directory, monkeypatch, *, is_async, elements=1000):
     actor = SimpleNamespace(topology=topology, gather_parameters=lambda: None)
     values = torch.arange(elements, dtype=torch.float32)
     state = lambda _: {"a": ShardedTensor.from_rank_offsets("a", values)}  # noqa: E731
-    monkeypatch.setattr(checkpoint, "_whole_state", state)
-    monkeypatch.setattr(checkpoint, "_model_state", state)
+    monkeypatch.setattr(checkpoint, "whole_state", state)
+    monkeypatch.setattr(checkpoint, "model_state", state)
     saver = checkpoint.Checkpointer(
         actor, CheckpointSection(save=directory, async_save=is_async, save_interval=1)
     )
@@ -400,7 +400,7 @@ def test_a_failure_at_the_end_of_a_save_leaves_the_checkpoint_before_it(
 
     saved_alone(tmp_path, monkeypatch, is_async=False)
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "_write_checksums", full)
+        patch.setattr(checkpoint, "write_checksums", full)
         for is_async in (False, True):
             with pytest.raises(checkpoint.CheckpointError, match="No space left .*after 3 roll"):
                 saved_alone(tmp_path, patch, is_async=is_async)
