@@ -138,11 +138,6 @@ def test_bins_hold_every_sample_once_within_the_budget(lengths, budget, multiple
     assert sorted(map(tuple, (b for rank in dealt for b in rank))) == sorted(map(tuple, bins))
 
 
-def test_a_sample_longer_than_the_budget_is_refused_by_number():
-    with pytest.raises(ValueError, match="sample 1 of the batch has 9 tokens"):
-        pack_bins([3, 9], 8)
-
-
 def test_what_belongs_to_the_next_token_never_comes_from_the_next_sample():
     samples = [sample_of(1, 4), sample_of(2, 3)]
     batch = build_microbatch(0, samples, Streams(RouteShape(3, 2, 8)), cp_size=1, tp_size=1)
@@ -169,33 +164,6 @@ def test_a_teachers_log_probs_move_with_their_tokens_and_are_refused_where_they_
     assert build_microbatch(0, [taught(1, 4)], Streams(), **how).teacher_log_probs is None
     with pytest.raises(ValueError, match=r"sample 2 \(prompt prompt-2\) has none of the teacher's"):
         build_microbatch(0, [taught(1, 4), sample_of(2, 3)], Streams(teacher=True), **how)
-
-
-def test_misshapen_or_absent_routes_are_refused_by_sample_and_prompt():
-    with pytest.raises(ValueError, match=r"sample 5 \(prompt prompt-5\) .* expected \(3, 4, 2\)"):
-        build_microbatch(0, [sample_of(5, 4)], Streams(RouteShape(4, 2, 8)), cp_size=1, tp_size=1)
-
-
-def test_a_rank_is_sent_its_own_layers_and_rows_and_nothing_else():
-    samples = [sample_of(i, 16 + i, layers=8) for i in range(4)]
-    batch = build_microbatch(0, samples, Streams(RouteShape(8, 2, 8)), cp_size=2, tp_size=2)
-    sent = []
-    for cp in range(2):
-        for tp in range(2):
-            for layers in ((2, 3, 4), (5, 6, 7, 8)):
-                topology = RankTopology(
-                    cp_rank=cp,
-                    cp_size=2,
-                    tp_rank=tp,
-                    tp_size=2,
-                    sequence_parallel=True,
-                    moe_layer_numbers=(layers,),
-                )
-                share = slice_microbatch(batch, topology)
-                assert share.layer_numbers.tolist() == list(layers)
-                sent.append(share.routes.nbytes)
-    # seven MoE layers of the eight, every padded row once
-    assert sum(sent) == batch.layout.num_rows * 7 * 2
 
 
 def test_a_row_is_of_the_version_of_the_next_token_that_weights_generated():

@@ -135,14 +135,6 @@ def test_the_order_of_tokens_and_of_slots_does_not_matter():
     )
 
 
-def test_token_names_hold_sample_and_position_or_are_refused():
-    assert [int(x[4]) for x in split_uids(token_uids(7, 5))] == [7, 4]
-    with pytest.raises(ValueError, match="cannot be named"):
-        token_uids(1 << 39, 1)
-    with pytest.raises(ValueError, match="cannot be named"):
-        token_uids(0, (1 << 24) + 1)
-
-
 def test_overlap_counts_add_up_over_the_counted_rows():
     live = torch.tensor([[0, 1], [0, 1], [0, 1], [0, 1]])
     replayed = torch.tensor([[1, 0], [1, 2], [2, 3], [0, 1]])

@@ -37,11 +37,6 @@ def test_what_is_encoded_decodes_to_itself(rows, layers, topk, experts, data):
     np.testing.assert_array_equal(got, routes)
 
 
-def test_rows_layers_and_slots_keep_their_order():
-    ids = np.arange(2 * 3 * 2).reshape(2, 3, 2)
-    np.testing.assert_array_equal(decode(payload(ids), 3, 3, 2, 16, sample="7"), ids)
-
-
 @pytest.mark.parametrize("experts, dtype", [(255, np.uint8), (256, np.uint16)])
 def test_the_largest_id_survives_and_a_slot_that_was_not_recorded_is_refused(experts, dtype):
     got = decode(payload([1, experts - 1, 0, 1]), experts=experts, sample="7")

@@ -139,24 +139,3 @@ def test_an_exception_leaves_no_stale_routes_and_no_half_counted_evidence():
 def test_calls_are_recorded_with_the_check_alone(check):
     manager = make_manager(check=check)
     assert (manager.recorder is not None) is check
-
-
-@pytest.mark.parametrize("holds, current", [(5, 2), (4, 1), (7, 0), (None, 0)])
-def test_rows_of_the_actors_own_version_are_counted_apart(holds, current):
-    """The trainer's own choice is 7 and 6 in every row: all three recorded rows mismatch."""
-    manager = make_manager()
-    manager.begin_pass("train", [make_slice()], holds)
-    manager.begin_forward(0, 0)
-    experts = choose(manager)
-    manager.recorder.record(
-        manager.staged(0),
-        routing_map=torch.zeros(NUM_ROWS, NUM_EXPERTS, dtype=torch.bool).scatter_(1, experts, True),
-        vp_stage=0,
-        microbatch_id=0,
-        layer_number=3,
-        stage="replay_forward",
-    )
-    (call,) = manager.collect(0)
-    assert (call.rows_replayed, call.rows_mismatch) == (3, 3)
-    assert (call.rows_current, call.rows_current_mismatch) == (current, current)
-    assert call.rows_current_equal == 0
