@@ -88,8 +88,8 @@ def _r3(metrics: Mapping[str, Any]) -> Text:
     passed = metrics.get("r3/passed")
     verdict = "unchecked" if passed is None else "ok" if passed in (True, 1) else "FAILED"
     # 1 is suspect
-    sums = [metrics.get(f"{claim}/suspect") or 0 for claim in ("agreement", "recheck", "served")]
-    if verdict == "ok" and max(sums) >= 1:
+    suspicions = (value or 0 for key, value in metrics.items() if key.endswith("/suspect"))
+    if verdict == "ok" and max(suspicions, default=0) >= 1:
         verdict = "suspect"
     return Text.assemble(("R3 ", "dim"), (verdict, verdict_style(verdict)))
 

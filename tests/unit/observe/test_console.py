@@ -7,8 +7,10 @@ import pytest
 from rich.console import Console
 
 from r3train.observe.console import PLAIN_HEARTBEAT_S, RunDisplay
+from r3train.observe.metric_table import METRICS
 from r3train.observe.step_line import duration, step_text, verdict_style
 
+SUSPICIONS = [m.key for rows in METRICS.values() for m in rows if m.key.endswith("/suspect")]
 FULL = {
     "step": 11,
     "rollout/reward_mean": 0.4125,
@@ -77,8 +79,8 @@ def test_a_missing_metric_is_left_out_of_the_step_line():
     [
         ({"r3/passed": True}, "R3 ok"),
         ({"r3/passed": 1}, "R3 ok"),
-        ({"r3/passed": True, "recheck/suspect": 0.9}, "R3 ok"),
-        ({"r3/passed": True, "recheck/suspect": 1.0}, "R3 suspect"),
+        *(({"r3/passed": True, key: 0.9}, "R3 ok") for key in SUSPICIONS),
+        *(({"r3/passed": True, key: 1.0}, "R3 suspect") for key in SUSPICIONS),
         ({"r3/passed": False, "served/suspect": 2.0}, "R3 FAILED"),
         ({"r3/passed": False, "r3/rows_replayed": 10}, "R3 FAILED"),
         ({"r3/passed": 0}, "R3 FAILED"),
