@@ -7,6 +7,8 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 
+from r3train.audit.audit_run import audit_run
+from r3train.audit.findings import Audit
 from r3train.proof.custody_verdict import CustodyRecord, judge_custody
 from r3train.proof.step_verdict import (
     expected_calls,
@@ -286,3 +288,10 @@ def edit(run_dir: Path, file: int | str, change: Callable[[list[dict]], list[dic
     path = rank_file(run_dir, file) if isinstance(file, int) else run_dir / file
     records = change([json.loads(line) for line in path.read_text().splitlines()])
     path.write_text("".join(json.dumps(r) + "\n" for r in records))
+
+
+def audit_of_one_start(run_dir: Path) -> Audit:
+    """Audit a run that was started once; nothing of the start that counts may be accepted."""
+    audit = audit_run(run_dir)
+    assert audit_run(run_dir, accept_superseded=True).findings == audit.findings
+    return audit

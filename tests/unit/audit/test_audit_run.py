@@ -13,7 +13,14 @@ import pytest
 
 from r3train.audit.audit_run import audit_run
 from r3train.proof.writer import rank_file
-from tests.unit.evidence_dirs import comparison, edit, rows_apart, with_choice, write_run
+from tests.unit.evidence_dirs import (
+    audit_of_one_start,
+    comparison,
+    edit,
+    rows_apart,
+    with_choice,
+    write_run,
+)
 
 STEPS, RECHECKED, METRICS = "evidence/steps.jsonl", "evidence/rechecked.jsonl", "metrics.jsonl"
 PLACE = dict(replay_pass="train", stream="routes", stage="replay_forward", layer_number=2)
@@ -279,7 +286,7 @@ def test_a_fault_fails_its_own_claim_at_its_place(tmp_path, fault):
     run = sound(tmp_path / "run")
     assert audit_run(run).verdict == "passed"
     change(run)
-    audit = audit_run(run)
+    audit = audit_of_one_start(run)
     assert audit.verdict == "failed" and audit.claims[claim] == "failed"
     found = {str(f)[: len(text)]: f for f in audit.findings}
     assert text in found and found[text].claim == claim, list(found)

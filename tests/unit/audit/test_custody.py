@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from tests.unit.chat.test_token_ledger import cut_session, PLANTED, session
-from tests.unit.evidence_dirs import edit, write_run
+from tests.unit.evidence_dirs import audit_of_one_start, edit, write_run
 
 from r3train.algo.trajectories import without_truncated
 from r3train.audit.audit_run import Audit, audit_run
@@ -60,12 +60,12 @@ def test_what_is_found_live_is_found_in_the_files(plant, tmp_path):
         return two_sessions(step, plant) if step == 1 else two_sessions(step)
 
     run = write_run(tmp_path / "told", custody=broken_at_1)
-    assert said(audit_run(run)) == live
+    assert said(audit_of_one_start(run)) == live
     run = write_run(tmp_path / "hidden", custody=two_sessions)
     told = (tmp_path / "told" / CUSTODY).read_text().splitlines()
     sound = (run / CUSTODY).read_text().splitlines()
     (run / CUSTODY).write_text("\n".join(told + sound[4:]) + "\n")
-    audit = audit_run(run)
+    audit = audit_of_one_start(run)
     assert said(audit) == live and audit.claims["custody"] == "failed"
 
 

@@ -12,7 +12,7 @@ from r3train.audit.findings import SERVED
 from r3train.cli import main
 from r3train.proof.weights_verdict import weights_records
 from r3train.proof.writer import EvidenceWriter
-from tests.unit.evidence_dirs import canaries, write_run
+from tests.unit.evidence_dirs import audit_of_one_start, canaries, write_run
 
 
 def two(step: int) -> list:
@@ -24,7 +24,7 @@ def failing_at(step: int, **changes):
 
 
 def findings(run_dir) -> list[str]:
-    return [str(f) for f in audit_run(run_dir).findings if f.claim == SERVED]
+    return [str(f) for f in audit_of_one_start(run_dir).findings if f.claim == SERVED]
 
 
 def changed_lines(path, change) -> None:
@@ -118,8 +118,8 @@ def test_steps_that_the_interval_leaves_out_are_judged_by_their_canaries_all_the
 def test_a_failure_that_a_later_start_trained_again_names_the_start_and_can_be_accepted(tmp_path):
     run_dir = write_run(tmp_path / "run", served=failing_at(2, early_cached=128))
     write_run(run_dir, range(2, 4), served=two, attempt="2026-01-02T00:00:00Z")
-    (text,) = findings(run_dir)
-    assert text.startswith("start 2026-01-01T00:00:00Z, step 2: EARLY")
+    (finding,) = audit_run(run_dir).findings
+    assert str(finding).startswith("start 2026-01-01T00:00:00Z, step 2: EARLY")
     audit = audit_run(run_dir, accept_superseded=True)
     assert audit.verdict == "passed" and any("EARLY" in note for note in audit.notes)
 
