@@ -18,8 +18,10 @@ from r3train.launch.estimate.memory_use import (
     Held,
     host_bytes,
     Model,
+    server_bytes,
     StageRanks,
     training_checkpoint_bytes,
+    value_bytes,
 )
 from tests.unit.doctor_setups import config_of, diagnose
 
@@ -94,16 +96,39 @@ def test_evidence_without_room_on_disk_is_known_before_it_is_written(kind, free,
         assert found.remedy == {"calls": "--r3-evidence summed", "summed": "free room there"}[kind]
 
 
-@pytest.mark.parametrize(
-    "fields, level", [({}, OK), ({"bf16": True, "rollout_weights": "fp8"}, PROBLEM)]
-)
-def test_the_run_directory_has_room_for_the_checkpoint_of_servers_of_fp8(
-    fields, level, tiny, monkeypatch
+# settings -> the finding that has the bytes, and these: of the logs, the weights, the servers' checkpoint, a checkpoint
+SAVES = {"save": "saved"}
+WRITTEN = {
+    "logs": ({}, "run directory", (1, 0, 0, 0)),
+    "weights as files": ({"update_weight_transfer_mode": "disk"}, "run directory", (1, 2, 0, 0)),
+    "servers of fp8": ({"bf16": True, "rollout_weights": "fp8"}, "run directory", (1, 0, 1, 0)),
+    # the new one is written before the oldest goes
+    "one checkpoint": (SAVES | {"save_keep_last": 1}, "checkpoints", (0, 0, 0, 2)),
+    "four checkpoints": (SAVES | {"save_keep_last": 4}, "checkpoints", (0, 0, 0, 5)),
+    "all checkpoints": (SAVES, "checkpoints", (0, 0, 0, 3)),
+}
+
+
+@pytest.mark.parametrize("lack, level", [(0, OK), (1, PROBLEM)])
+@pytest.mark.parametrize("written", WRITTEN)
+def test_a_disk_has_room_for_all_that_a_run_writes_there_at_once(
+    written, lack, level, tiny, monkeypatch
 ):
-    monkeypatch.setattr(memory, "server_bytes", lambda config, model: 2 * GIB)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=GIB))
-    (found,) = of(diagnose(config_of(tiny, **fields), 2), "run directory")
-    assert found.level == level
+    fields, subject, counts = WRITTEN[written]
+    fields = {"update_weight_transfer_mode": "shared_memory", **fields}
+    if "save" in fields:
+        fields["save"] = str(tiny / fields["save"])
+    config = config_of(tiny, **fields)
+    model = Model(read_hf_facts(tiny / "model"), config.lora)
+    each = (
+        256 << 20,
+        model.total.total * value_bytes(config),
+        server_bytes(config, model),
+        training_checkpoint_bytes(config, model),
+    )
+    needed = sum(count * size for count, size in zip(counts, each, strict=True))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=needed - lack))
+    assert [f.level for f in of(diagnose(config, 2), subject)] == [level]
 
 
 def rank_of(gib: float) -> StageRanks:
