@@ -165,38 +165,30 @@ class RunConfig(Section):
         return 1.0 if self.trainer.ci_test else self.replay.r3_canary_share
 
     @property
-    def canaries(self) -> int:
-        """r3_canaries; 0 without the R3 check or check_weight_update_equal, and where servers cannot say what the actor says.
+    def _compares_servers(self) -> bool:
+        """True if the actor is compared with its servers: with the R3 check or check_weight_update_equal.
 
-        The latter is without servers or actor, where servers compute in another precision than the actor, and where one
-        server has several replicas, of which any answers.
+        Not without servers or actor, and not where one server has several replicas, of which any answers.
         """
-        servers = self.rollout.sglang
-        alike = self.server_dtype == self.model.dtype_name and not servers.get("quantization")
-        alone = servers.get("dp_size") in (None, 1)
-        trains = not self.checkpoint.debug_rollout_only
         is_wanted = self.r3_check_enabled or self.trainer.check_weight_update_equal
-        if not (is_wanted and self.has_engines and alike and alone and trains):
-            return 0
-        return self.replay.r3_canaries
+        alone = self.rollout.sglang.get("dp_size") in (None, 1)
+        return is_wanted and self.has_engines and alone and not self.checkpoint.debug_rollout_only
+
+    @property
+    def canaries(self) -> int:
+        """r3_canaries; 0 where servers are not compared, or compute in another precision than the actor."""
+        alike = self.server_dtype == self.model.dtype_name
+        alike &= not self.rollout.sglang.get("quantization")
+        return self.replay.r3_canaries if self._compares_servers and alike else 0
 
     @property
     def judges_held_weights(self) -> bool:
-        """True if servers' own checksums are read after every update: with the R3 check or check_weight_update_equal.
+        """True if servers' own checksums are read after every update.
 
-        Not where servers store other values than were sent to them (a quantization, adapters), and where one server has several
-        replicas.
+        Not where servers are not compared, or store other values than were sent to them (a quantization, adapters).
         """
-        servers = self.rollout.sglang
-        is_wanted = self.r3_check_enabled or self.trainer.check_weight_update_equal
-        stores_alike = not servers.get("quantization") and not self.serves_adapters
-        return (
-            is_wanted
-            and self.has_engines
-            and stores_alike
-            and servers.get("dp_size") in (None, 1)
-            and not self.checkpoint.debug_rollout_only
-        )
+        stores_alike = not self.rollout.sglang.get("quantization") and not self.serves_adapters
+        return self._compares_servers and stores_alike
 
     @property
     def eval_sets(self) -> tuple[EvalDataset, ...]:

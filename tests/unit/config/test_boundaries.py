@@ -29,28 +29,34 @@ def test_samples_are_computed_again_where_that_is_exact_and_checked(fields, shar
 
 
 @pytest.mark.parametrize(
-    "fields, tokens",
+    "fields, tokens, holds",
     [
-        (CHECKED, 1024),
-        (CHECKED | {"r3_canaries": 0}, 0),
-        (REPLAY, 0),
-        (REPLAY | {"ci_test": True}, 1024),
-        ({"enable_r3_correctness_check": True}, 0),
-        (CHECKED | {"flush_cache_on_update": False}, 1024),
-        (CHECKED | {"replay_rollouts": "dir"}, 0),
-        (CHECKED | {"debug_rollout_only": True}, 0),
-        (CHECKED | {"colocate": True, "max_weight_staleness": 0}, 1024),
-        (CHECKED | {"bf16": False, "sglang": {"dtype": "bfloat16"}}, 0),
-        (CHECKED | {"bf16": False, "sglang": {"dtype": "float32"}}, 1024),
-        (CHECKED | {"sglang": {"quantization": "fp8"}}, 0),
-        (CHECKED | {"sglang": {"dp_size": 2}}, 0),
-        ({"check_weight_update_equal": True}, 1024),
-        ({"check_weight_update_equal": True, "r3_canaries": 0}, 0),
-        ({"check_weight_update_equal": True, "sglang": {"dp_size": 2}}, 0),
+        (CHECKED, 1024, True),
+        (CHECKED | {"r3_canaries": 0}, 0, True),
+        (REPLAY, 0, False),
+        (REPLAY | {"ci_test": True}, 1024, True),
+        ({"enable_r3_correctness_check": True}, 0, False),
+        (CHECKED | {"flush_cache_on_update": False}, 1024, True),
+        (CHECKED | {"replay_rollouts": "dir"}, 0, False),
+        (CHECKED | {"debug_rollout_only": True}, 0, False),
+        (CHECKED | {"colocate": True, "max_weight_staleness": 0}, 1024, True),
+        (CHECKED | {"bf16": False, "sglang": {"dtype": "bfloat16"}}, 0, True),
+        (CHECKED | {"bf16": False, "sglang": {"dtype": "float32"}}, 1024, True),
+        (CHECKED | {"sglang": {"quantization": "fp8"}}, 0, False),
+        (CHECKED | {"sglang": {"dp_size": 1}}, 1024, True),
+        (CHECKED | {"sglang": {"dp_size": 2}}, 0, False),
+        (CHECKED | {"lora_rank": 8, "lora_serving": "merged"}, 1024, True),
+        (CHECKED | {"lora_rank": 8, "lora_serving": "adapter"}, 1024, False),
+        ({"check_weight_update_equal": True}, 1024, True),
+        ({"check_weight_update_equal": True, "r3_canaries": 0}, 0, True),
+        ({"check_weight_update_equal": True, "sglang": {"dp_size": 2}}, 0, False),
     ],
 )
-def test_canaries_are_read_where_servers_can_say_what_the_actor_says(fields, tokens):
-    assert config(**fields).canaries == tokens
+def test_servers_are_compared_where_they_can_compute_and_hold_what_the_actor_does(
+    fields, tokens, holds
+):
+    made = config(**fields)
+    assert (made.canaries, made.judges_held_weights) == (tokens, holds)
 
 
 @pytest.mark.parametrize(
