@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import re
 import subprocess
@@ -103,6 +104,26 @@ def nan(prompt, text, ids):
 
 def nothing(prompt, text, ids):
     return None
+
+
+# by the answer for which it is given
+NO_NUMBERS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf, "null": None, "text": "1.0"}
+
+
+def spoilt(prompt, text, ids):
+    return NO_NUMBERS.get(text, 1.0)
+
+
+def spoilt_table(prompt, text, ids):
+    return {"sound": 1.0, "spoilt": NO_NUMBERS.get(text, 1.0)}
+
+
+def spoilt_group(samples):
+    return [1.0, NO_NUMBERS.get(samples[1].text, 1.0)]
+
+
+def spoilt_group_of_tables(samples):
+    return [spoilt_table(None, sample.text, ()) for sample in samples]
 
 
 def text(prompt, text, ids):

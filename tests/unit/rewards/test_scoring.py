@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.unit.reward_functions import PATH
+from tests.unit.reward_functions import NO_NUMBERS, PATH
 
 from r3train.config.data_settings import DataSection
 from r3train import process_tree
@@ -167,6 +167,42 @@ def test_a_reward_that_misbehaves_ends_in_one_message_with_prompt_and_function(n
     about = f"^prompt p.jsonl:7: reward tests.unit.reward_functions:{name} {message}"
     with pytest.raises(ValueError, match=about):
         scored(settings(name, reward_timeout_s=1.0), sample())
+
+
+# forms of a reward: function, settings, weights of keys, whether it is of a group
+_SUM = {"sound": 1.0, "spoilt": 0.0}
+FORMS = {
+    "number": ("spoilt", {}, None, False),
+    "key": ("spoilt_table", {"reward_key": "spoilt"}, None, False),
+    "first of keys": ("spoilt_table", {}, dict(reversed(_SUM.items())), False),
+    "last of keys": ("spoilt_table", {}, _SUM, False),
+    "group": ("spoilt_group", {"group_rm": True}, None, True),
+    "key in a group": (
+        "spoilt_group_of_tables",
+        {"group_rm": True, "reward_key": "spoilt"},
+        None,
+        True,
+    ),
+    "keys in a group": ("spoilt_group_of_tables", {"group_rm": True}, _SUM, True),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+async def test_what_is_no_finite_number_is_refused_in_every_form_of_a_reward(form):
+    name, fields, weights, of_group = FORMS[form]
+    scorer = Scorer(settings(name, **fields), weight_of_key=weights)
+
+    async def ask(text: str) -> list[float]:
+        last = sample(text, number=1)
+        return await scorer.group([sample(), last]) if of_group else [await scorer(last)]
+
+    try:
+        assert (await ask("sound"))[-1] == 1.0
+        for text in NO_NUMBERS:
+            with pytest.raises(ValueError, match="prompt p.jsonl:7: .* number"):
+                await ask(text)
+    finally:
+        scorer.close()
 
 
 @pytest.mark.parametrize("name", ["floods", "returns_much"])
