@@ -190,9 +190,7 @@ def rechecked(*pairs, limit: float = 1.0, calibrating: int = 0, steps: int = 1) 
     suspicions = Suspicions(limit, calibrating=calibrating)
     for _ in range(steps):
         verdict = judge_recheck(records, 0, suspicions)
-    gross = [
-        f"gross {f.layer_number}" for record in records for f in recheck.recheck_failures(record)
-    ]
+    gross = [f"gross {f.layer_number}" for f in verdict.failures]
     summed = [s.name for s in verdict.statistics if s.sum >= limit]
     return (gross + summed) if verdict.verdict == "failed" else []
 

@@ -455,9 +455,19 @@ def test_nothing_computed_again_is_no_evidence_and_no_known_noise_neither():
     assert judge_recheck([], 1, Suspicions()).verdict == "no evidence"
     record, failures = judged(sample_of(), again_of(sample_of(), rows=routes(1)), None)
     assert not failures and judge_recheck([record], 0, Suspicions()).verdict == "no evidence"
-    # a version is exact, and needs no noise
-    other = again_of(sample_of(), held_version=9)
-    assert [f.got for f in judged(sample_of(), other, None)[1]] == [9]
+
+
+@pytest.mark.parametrize("beside", [[], [EXACT], [None], [EXACT, None]])
+@pytest.mark.parametrize("noise", [EXACT, None])
+@pytest.mark.parametrize("server", [0, 1])
+def test_a_version_is_exact_and_fails_its_step_whatever_is_known_of_the_servers(
+    server, noise, beside
+):
+    other = judged(sample_of(), again_of(sample_of(), server=server, held_version=9), noise)[0]
+    sound = [judged(sample_of(), again_of(sample_of()), known)[0] for known in beside]
+    for records in ([*sound, other], [other, *sound]):
+        recheck = judge_recheck(records, 0, Suspicions())
+        assert recheck.verdict == "failed" and [f.got for f in recheck.failures] == [9]
 
 
 # -- offline -----------------------------------------------------------------------------------
