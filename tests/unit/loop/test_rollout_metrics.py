@@ -16,6 +16,7 @@ from r3train.loop.rollout_source import RolloutSource
 from r3train.loop.step_metrics import gap_warning, rollout_metrics, train_metrics
 from r3train.loop.rollouts_only import generate_only
 from r3train.loop.stop import StopSignal
+from r3train.observe.metric_table import METRICS
 from r3train.observe.metrics import RolloutsWithoutAdvantage, cut_answers, nothing_learned
 
 
@@ -152,6 +153,23 @@ def test_a_masked_answer_is_as_stale_as_it_is():
 def test_a_maximum_of_several_optimizer_steps_is_the_largest():
     steps = [{"mine": 1.0, "loss": 1.0}, {"mine": 5.0, "loss": 3.0}]
     assert train_metrics(steps, ("mine",)) == {"train/mine": 5.0, "train/loss": 2.0}
+
+
+TRAINED = {
+    row.key.removeprefix("train/"): row.unit
+    for rows in METRICS.values()
+    for row in rows
+    if row.key.startswith("train/") and not row.key.endswith(("_N", "_CLASS"))
+}
+# numbers of 1 and 3 of two optimizer steps, as their rollout has them: counts add up, other numbers have a mean
+JOINED = {"tokens": 4.0, "steps": 4.0}
+NO_MEAN = {"lr": 3.0, "log_prob_gap_p999": 3.0}
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_numbers_of_several_optimizer_steps_are_joined_by_their_unit(name):
+    expected = NO_MEAN.get(name, JOINED.get(TRAINED[name], 2.0))
+    assert train_metrics([{name: 1.0}, {name: 3.0}]) == {f"train/{name}": expected}
 
 
 def episode(sample_id, *turns, observed=2, **changes):
