@@ -13,10 +13,10 @@ import pytest
 from r3train.families.hf_facts import HfModelFacts
 from r3train.families.read_facts import read_hf_facts
 from r3train.cpu.torchvision_stub import declare_torchvision_ops
-from r3train.families import FAMILIES
+from r3train.families import FAMILIES, tensor_shapes
 from r3train.families.checks.family_checks import family_conflicts
 from r3train.families.family import model_arguments, transformer_fields
-from r3train.families.published import PUBLISHED
+from r3train.families.published import PUBLISHED, published_names
 from r3train.families.transformer import DEFAULTS
 
 
@@ -43,6 +43,34 @@ def test_a_default_of_a_family_is_that_of_transformers(family):
         theirs = rope[key] if key in rope else getattr(config, key, fixed)
         # for null they take one group
         assert (1 if theirs is None else theirs) == value, key
+
+
+def built(hf: HfModelFacts) -> dict[str, Any]:
+    """Return what Megatron is given of a config.json, but for the width of dense layers: that their tensors show."""
+    family = FAMILIES[hf.model_type]
+    made = transformer_fields(family, hf) | model_arguments(family, hf)
+    return {name: value for name, value in made.items() if name != "ffn_hidden_size"}
+
+
+@pytest.mark.parametrize("model", published_names())
+def test_a_key_that_transformers_fills_in_is_filled_in_alike_or_shows(model, tmp_path):
+    """Also a default that no table has, such as gpt-oss's pattern of windows; other tensors show, and a refusal."""
+    declare_torchvision_ops()
+    from transformers import CONFIG_MAPPING
+
+    hf = published(tmp_path, model)
+    config, made = json.loads((tmp_path / "config.json").read_text()), built(hf)
+    for key in config.keys() - {"model_type"}:
+        try:
+            lacking = published(tmp_path, model, **{key: ...})
+            if built(lacking) == made or any(family_conflicts(lacking)):
+                continue
+        except ValueError:
+            continue
+        if tensor_shapes(lacking) == tensor_shapes(hf):
+            left = {name: value for name, value in config.items() if name != key}
+            name = FAMILIES[hf.model_type].read_as or hf.model_type
+            assert getattr(CONFIG_MAPPING[name].from_dict(left), key, None) != config[key], key
 
 
 @pytest.mark.parametrize(
