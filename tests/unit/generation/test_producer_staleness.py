@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections import Counter
+from inspect import CORO_CREATED, getcoroutinestate
 from types import MappingProxyType
 
 import pytest
@@ -287,22 +289,29 @@ def test_after_an_update_that_lost_its_servers_all_goes_on_with_new_ones(mode):
     assert [o.outcome for o in outcomes] == ["trained"] * 3 * BATCH
 
 
+class CancelsWhatHasNotBegun(SimulatedEngine):
+    """One whose first request cancels the rollouts that were sent with it."""
+
+    not_begun = ()
+
+    async def generate(self, request):
+        if not self.requests:
+            tasks = {task: task.get_coro() for task in asyncio.all_tasks()}
+            created = {t: c for t, c in tasks.items() if getcoroutinestate(c) == CORO_CREATED}
+            self.not_begun = [t for t, c in created.items() if c.__name__ != "sleep"]
+            for task in self.not_begun:
+                task.cancel()
+        return await super().generate(request)
+
+
+@pytest.mark.timeout(60)
 def test_a_rollout_cancelled_before_it_began_gives_its_place_back():
-    engine = SimulatedEngine(length=lambda _: 10, tick_s=0.005)
-
-    async def begin_and_cancel(producer):
-        producer._gate._updates = 0
-        producer._shared.changed()
-        assert producer._scheduler.tasks
-        for task in producer._scheduler.tasks:
-            task.cancel()
-        producer._gate._updates = 1
-
-    with producer_of(engine, [], num_rollout=1, rollout_max_concurrency=2) as producer:
-        with producer.quiesced():
-            producer._call(begin_and_cancel(producer))
-            while producer.stats()["in_flight"]:  # or the next update would wait for ever
-                time.sleep(0.01)
+    engine = CancelsWhatHasNotBegun(length=lambda _: 10, tick_s=0.005)
+    with producer_of(engine, [], num_rollout=1, rollout_max_concurrency=4) as producer:
+        time.sleep(0.001)
+        assert engine.not_begun
+        with producer.quiesced():  # or it would wait for ever
+            assert not producer.stats()["in_flight"]
 
 
 def test_a_group_submitted_again_before_its_rollout_is_taken_is_waited_for():
