@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import cycle
 
 from r3train.algo.gap_budget import PARTS
 from r3train.observe.metric_table import row_of
@@ -153,7 +154,7 @@ def _expand(row: ChartRow, runs: Sequence[RunCurves]) -> list[ChartRow]:
 
 def _chart(row: ChartRow, runs: Sequence[RunCurves]) -> Chart:
     chart = Chart(row, row.title)
-    for run, colour in zip(runs, PALETTE * len(runs)):
+    for run, colour in zip(runs, cycle(PALETTE)):
         deviations = dict(run.series(row.deviation)[0])
         for key in row.keys:
             points, missing = run.series(key, positive=row.log)
@@ -183,7 +184,7 @@ def _stack(row: ChartRow, title: str, run: RunCurves) -> Chart:
         named = {step: sum(points.get(step, 0.0) for points in parts.values()) for step in steps}
         parts["other"] = {step: totals[step] - named[step] for step in steps}
     chart = Chart(row, title)
-    for (name, points), colour in zip(parts.items(), PALETTE):
+    for (name, points), colour in zip(parts.items(), cycle(PALETTE)):
         line = [(step, max(points.get(step, 0.0), 0.0)) for step in steps]
         if any(value for _, value in line):
             chart.lines.append(Line(name, colour, thinned(line)))
