@@ -139,6 +139,34 @@ def test_a_server_that_joins_is_measured_before_it_first_computes_a_sample_again
     assert [again.server for _, again in noise] == [0] * 8 + [3] * 8
 
 
+class BusyEngine(Engine):
+    """Measures server 3 only after so many updates, which cancel what is under way."""
+
+    updates = 0
+
+    async def score_twice(self, request, server):
+        if server == 3 and self.version <= self.updates:
+            await asyncio.Event().wait()
+        return await super().score_twice(request, server)
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+def test_a_server_whose_measurement_was_cancelled_is_measured_by_a_later_recheck(updates):
+    engine = BusyEngine()
+    engine.updates, measured = updates, []
+    with producer(engine, num_rollout=8) as p:
+        p.next_batch(0)
+        engine.serves = 3
+        for version in range(1, updates + 4):
+            time.sleep(0.1)
+            with p.quiesced():
+                engine.version = version
+                p.set_version(version)
+            p.next_batch(version)
+            measured.append({again.server for _, again in p.rechecked().noise})
+    assert measured[0] == {0} and measured[-1] == {0, 3}
+
+
 def test_where_versions_stay_an_older_sample_is_computed_again_beside_newer_ones():
     engine = Engine(length=lambda _: 40)
     with producer(engine, versions_stay=True, max_weight_staleness=1) as p:
