@@ -12,7 +12,9 @@ from tests.fakes.server import SimulatedEngine
 
 from r3train.engine.backend import EngineError
 from r3train.generation import stitch
+from r3train.generation.buffer import Group
 from r3train.generation.eval_sets import evaluate
+from r3train.generation.scheduler import GroupScorer
 
 
 class Once:
@@ -99,6 +101,39 @@ def test_an_episode_of_several_samples_is_one_row_and_one_without_a_token_has_th
     assert [row["reward"] for row in found[2:]] == [0.25] * 2
     assert len(found[0]["answer"].split()) == 4, "the last sample's"
     assert len({request.sample_id for request in engine.requests}) == 4
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_an_evaluation_scores_the_sample_that_a_rollout_scores(count):
+    """Of an episode of several the last, which ends it."""
+    scored = []
+
+    async def of_evaluation(samples):
+        scored.append([sample.num_tokens for sample in samples])
+        return [1.0] * len(samples)
+
+    async def of_rollout(sample):
+        scored.append([sample.num_tokens])
+        return 1.0
+
+    made = []
+
+    def make_episode(prompt):
+        async def episode(generate, prompt, *, sampling, sample_id):
+            begun = [
+                stitch.begin(prompt, sample_id=sample_id + i, group_id=0) for i in range(count)
+            ]
+            made[:] = [await generate(one, 2 + i) for i, one in enumerate(begun)]
+            return list(made), None
+
+        return episode
+
+    asked = eval_set(num_prompts=1, num_samples=1, score=of_evaluation, max_new_tokens=20)
+    asked = replace(asked, make_episode=make_episode, samples_per_episode=count)
+    rows(Endless(), asked)
+    group = Group(0, asked.prompts[0])
+    asyncio.run(GroupScorer(of_rollout)(group, 0, made, None, 1))
+    assert scored[0] == scored[1] == [made[-1].num_tokens]
 
 
 def test_a_set_without_a_token_was_not_evaluated():
