@@ -105,7 +105,7 @@ def test_the_parts_that_were_measured_add_up_to_the_gap_within_a_tenth(ages):
 
 @pytest.mark.parametrize("has_cache", [True, False])
 def test_what_older_tokens_have_changes_no_part_that_was_measured_at_equal_weights(has_cache):
-    """Where rounding is all there is, and server and kernels add up to more than the gap."""
+    """Rounding is all there is, and server and kernels add up to more than the gap."""
     rng = np.random.default_rng(0)
     read = [0.01 * rng.standard_normal(1000) for _ in range(5)]
     canaries = CanaryLogProbs(*read[:2], None, *(read[2:4] if has_cache else (None, None)))
