@@ -18,7 +18,7 @@ from r3train.config import RunConfig
 from r3train.config.sources import ConfigError
 from r3train.engine.flags import check_server_flags, known_flags
 from r3train.engine.refusals import ADAPTER_REFUSALS, DECIDED_BY_THE_RUN, REPLAY_REFUSALS
-from r3train.launch.job.model_checks import check_external_server, check_says_choices
+from r3train.launch.job.model_checks import check_external_server, check_indexer_flags
 from r3train.trainer.megatron import overrides
 from tests.fakes.server import Fake
 from tests.unit.hf_model import facts
@@ -273,10 +273,10 @@ def test_a_server_of_our_own_that_could_not_say_what_indexers_chose_is_refused()
     replayed, implied = facts(index_topk=64), facts(index_topk=1024)
     config = sparse_run(tp=2)
     with pytest.raises(ConfigError, match=r"^sglang.tp_size = 2 cannot go with --use-rollout-rout"):
-        check_says_choices(config, replayed)
-    check_says_choices(config, implied)
-    check_says_choices(sparse_run(tp=2, attn_dp_size=2), replayed)
-    check_says_choices(sparse_run(no_such_flag=2), replayed)  # others say so
+        check_indexer_flags(config, replayed)
+    check_indexer_flags(config, implied)
+    check_indexer_flags(sparse_run(tp=2, attn_dp_size=2), replayed)
+    check_indexer_flags(sparse_run(no_such_flag=2), replayed)  # others say so
 
 
 async def test_a_server_of_others_that_could_not_say_what_indexers_chose_is_refused():
