@@ -32,7 +32,7 @@ from r3train.families.read_facts import read_hf_facts
 from r3train.config.lora_settings import LoraSection
 from r3train.engine.adapters import AdapterPublisher, Adapters, adapter_flags
 from r3train.engine.control import EngineControl
-from r3train.engine.publish import DistributedPublisher, Published, flatten
+from r3train.engine.publish import BroadcastGroup, DistributedPublisher, Published, flatten
 from r3train.engine.publish_disk import DiskPublisher, compare_on_servers
 from r3train.engine.publish_memory import SharedMemoryPublisher
 from r3train.engine.server import SGLangServer
@@ -66,7 +66,9 @@ def main() -> None:
 def by_broadcast(control: EngineControl) -> DistributedPublisher:
     """A publisher by process group, of the backend that the device has."""
     backend = "nccl" if torch.cuda.is_available() else "gloo"
-    return DistributedPublisher(control, bucket_bytes=BUCKET_BYTES, backend=backend, device=DEVICE)
+    return DistributedPublisher(
+        control, bucket_bytes=BUCKET_BYTES, group=BroadcastGroup(backend, DEVICE)
+    )
 
 
 def measure(actor: MegatronActor, addr: str, tiny: Path, rounds: int) -> dict[str, Any]:

@@ -47,7 +47,7 @@ def rounded_activations(x: torch.Tensor) -> torch.Tensor:
     return ((groups / scales).to(torch.float8_e4m3fn).float() * scales).flatten(-2)
 
 
-def as_served(
+def as_servers_store(
     named_tensors: Iterable[tuple[str, torch.Tensor]], names: Set[str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield tensors as servers take them; names: of those that become fp8, none where servers hold the actor's own."""

@@ -378,14 +378,16 @@ def write_fp8_checkpoint(hf: HfModelFacts, directory: Path) -> None:
 
     Raises ValueError naming the directory where it cannot be written.
     """
-    from r3train.fp8_blocks import as_served  # it imports torch
+    from r3train.fp8_blocks import as_servers_store  # it imports torch
 
     names = quantised_tensors(hf)
     whole = (name.removesuffix(".weight") for name in trained_tensors(hf) if "kv_b_proj" in name)
     try:
         with replaced_directory(directory) as partial:
             copy_all_but_weights(hf.path, partial)
-            write_shards(as_served(_tensors(hf.path), names), partial, shard_bytes=SHARD_BYTES)
+            write_shards(
+                as_servers_store(_tensors(hf.path), names), partial, shard_bytes=SHARD_BYTES
+            )
             config = dict(load_json_object(partial / "config.json"))
             config["quantization_config"] = {
                 "quant_method": "fp8",

@@ -138,9 +138,8 @@ class Requirement:
         """Yield each condition that is broken, with the complaint: one line."""
         if not self.asked_by(place, run):
             return
-        given, why = _said(place.name, value_of(run, place.name)), (
-            f": {self.why}" if self.why else ""
-        )
+        given = _said(place.name, value_of(run, place.name))
+        why = f": {self.why}" if self.why else ""
         first = self.conditions[0]
         if self.verb in _COMPARED:
             other = value_of(run, first.name)

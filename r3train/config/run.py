@@ -182,7 +182,7 @@ class RunConfig(Section):
         return self.replay.r3_canaries if self._compares_servers and alike else 0
 
     @property
-    def judges_held_weights(self) -> bool:
+    def judges_checksums(self) -> bool:
         """True if servers' own checksums are read after every update.
 
         Not where servers are not compared, or store other values than were sent to them (a quantization, adapters).
@@ -371,7 +371,7 @@ class RunConfig(Section):
         """True when servers hold linears in blocks of fp8."""
         return self.has_engines and self.rollout.rollout_weights == "fp8"
 
-    def served_checkpoint(self, run_dir: Path) -> Path:
+    def server_checkpoint(self, run_dir: Path) -> Path:
         """The checkpoint that the run's servers start from."""
         return run_dir / "served" if self.serves_fp8 else self.model.hf_checkpoint
 

@@ -99,10 +99,10 @@ class DirectTransport:
         what = f"sample {request.sample_id}"
         return await http.call(server, "/generate", body, what=what, most_bytes=most_bytes)
 
-    def decode(self, payload: str, routes: RouteShape, **of_sample: Any) -> np.ndarray:
+    def decode(self, payload: str, routes: RouteShape, **extent: Any) -> np.ndarray:
         """Decode the routes: see ``decode_routed_experts``."""
         self.route_wire_bytes += len(payload)
-        return decode_routed_experts(payload, routes, **of_sample)
+        return decode_routed_experts(payload, routes, **extent)
 
     async def aclose(self) -> None:
         """Do nothing: nothing is open."""

@@ -187,13 +187,25 @@ class _BucketMemory:
         return flatten(bucket, self._pieces[0])
 
 
+@dataclass(frozen=True)
+class BroadcastGroup:
+    """How this rank and every rank of the servers form a process group."""
+
+    backend: str = "gloo"
+    """``"gloo"``: tensors travel on the CPU; ``"nccl"``: on ``device``."""
+    device: torch.device | str = "cpu"
+    """Of a bucket's memory."""
+    master_address: str = "127.0.0.1"
+    """Servers reach this rank there, and the group's store listens there only, on a port that the system chooses."""
+    interface: str | None = None
+    """Network interface of that address: gloo would take the one that the host's name means, often loopback.
+    GLOO_SOCKET_IFNAME wins over it."""
+    timeout_s: float = 600.0
+
+
 class DistributedPublisher(WeightPublisher):
     """Broadcast from this rank to every rank of every server, bucket by bucket.
 
-    ``backend`` is ``"gloo"`` (tensors travel on the CPU) or ``"nccl"`` (on ``device``).
-    The servers reach this rank at ``master_address``, and the group's store listens there only, on
-    a port that the system chooses.  ``interface`` is the network interface of that address: gloo
-    would take the one that the host's name means, often loopback.  GLOO_SOCKET_IFNAME wins over it.
     The group is made at the first ``publish``, and anew where other servers are present.  ``flush_cache`` drops prefixes that the
     servers cached under the old weights; they refuse that while requests are running.  ``together``
     are pairs of names that one bucket must bring, ``fused_experts`` is for ``check_name``.
@@ -204,11 +216,7 @@ class DistributedPublisher(WeightPublisher):
         engine: EngineControl,
         *,
         bucket_bytes: int,
-        backend: str = "gloo",
-        device: torch.device | str = "cpu",
-        master_address: str = "127.0.0.1",
-        interface: str | None = None,
-        timeout_s: float = 600.0,
+        group: BroadcastGroup = BroadcastGroup(),
         flush_cache: bool = True,
         together: Sequence[tuple[str, str]] = (),
         fused_experts: bool = False,
@@ -217,11 +225,10 @@ class DistributedPublisher(WeightPublisher):
         self._bucket_bytes = bucket_bytes
         self._together = together
         self._fused_experts = fused_experts
-        self._backend = backend
-        self._device = torch.device(device)
-        self._master_address = master_address
-        self._interface = interface
-        self._timeout = timedelta(seconds=timeout_s)
+        self._backend, self._interface = group.backend, group.interface
+        self._device = torch.device(group.device)
+        self._master_address = group.master_address
+        self._timeout = timedelta(seconds=group.timeout_s)
         self._flush_cache = flush_cache
         # A new name: servers may outlive this trainer, and refuse a group name that they know.
         self._group_name = f"r3train_weights_{secrets.token_hex(4)}"

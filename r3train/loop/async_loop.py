@@ -37,10 +37,10 @@ from r3train.families.hf_facts import HfModelFacts
 from r3train.engine.publish import WeightPublisher
 from r3train.host_group import host_barrier, rank_zero_alone
 from r3train.loop.canaries import Canaries, NotServed
-from r3train.loop.device_turns import Colocated, Disaggregated
+from r3train.loop.device_turns import ColocatedTurns, DeviceTurns
 from r3train.loop.distribute import gather_topologies
 from r3train.loop.rank_zero import RankZero
-from r3train.loop.held_weights import HeldWeights
+from r3train.loop.server_checksums import ServerChecksums
 from r3train.loop.step_metrics import memory_metrics, PhaseClock
 from r3train.loop.intake import Intake, Taken
 from r3train.loop.outcome import settle
@@ -93,9 +93,9 @@ class AsyncLoop:
         self._recovery = Recovery(
             servers, enabled=config.faults.max_engine_restarts > 0 or comes_and_goes
         )
-        self._turns = Disaggregated()
+        self._turns = DeviceTurns()
         if config.rollout.colocate:
-            self._turns = Colocated(config, actor, servers, self._recovery)
+            self._turns = ColocatedTurns(config, actor, servers, self._recovery)
         self._canaries = None
         if config.canaries:
             self._canaries = Canaries(
@@ -108,10 +108,10 @@ class AsyncLoop:
                 resumed=self.resumed,
             )
             run_state.keep_more = self._canaries.keep
-        held = None
-        if config.judges_held_weights:
-            held = HeldWeights(config, rank_zero, self.evidence)
-        self._held = held
+        checksums = None
+        if config.judges_checksums:
+            checksums = ServerChecksums(config, rank_zero, self.evidence)
+        self._checksums = checksums
         self._update = WeightUpdate(
             config=config,
             hf=hf,
@@ -122,13 +122,13 @@ class AsyncLoop:
             run_state=run_state,
             sender=self.sender,
             canaries=self._canaries,
-            held=held,
+            checksums=checksums,
         )
         plant = planted_in_routes(plant, routes) if plant is not None else None
         self._intake = Intake(
             config, hf, rank_zero, routes, run_state, self._update, self._topologies, plant
         )
-        self._proof = StepProof(config, hf, actor, self.evidence, routes, self._canaries, held)
+        self._proof = StepProof(config, hf, actor, self.evidence, routes, self._canaries, checksums)
         self._source: RolloutSource | None = None  # on rank 0
         self._route_wire_bytes = 0
         self._speed = None
@@ -210,8 +210,8 @@ class AsyncLoop:
 
     def _start(self, rollout_id: int) -> None:
         """Bring the servers to the weights that the run starts from, and begin to generate."""
-        if self._held is not None:
-            self._held.begin(rollout_id)
+        if self._checksums is not None:
+            self._checksums.begin(rollout_id)
         if rollout_id or self.config.servers_may_hold_other_weights:
             self._update.publish(rollout_id)
         if self._canaries is not None:

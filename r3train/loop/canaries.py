@@ -10,7 +10,7 @@ checkpoint keeps these, and the scores of the first start.
                        rank 0: the verdict, its evidence; all ranks end where it failed
 
 The first two updates of a start are judged, those after a restart, and then as many as --r3-canary-share of the time pays for.
-What a server holds is judged at every update, by its checksums (``held_weights``).
+What a server holds is judged at every update, by its checksums (``server_checksums``).
 
 Without --use-rollout-routing-replay there are no experts to compare: scores are log-probs alone, and the actor routes for itself.
 """

@@ -26,8 +26,8 @@ _TRAINING = ("weights", "gradients", "optimizer")  # what the actor needs on the
 Sent = tuple[dict[str, Any], BaseException | None]
 
 
-class Disaggregated:
-    """Servers and actor have devices of their own: nothing moves, and each step saves last."""
+class DeviceTurns:
+    """Turns of servers and actor; without --colocate each has its devices: nothing moves, and each step saves last."""
 
     saves_before_publish = False
     servers_keep_weights = True  # between two updates
@@ -59,7 +59,7 @@ class Disaggregated:
         """End the run's last turn: what a checkpoint or an export needs is on the actor's device."""
 
 
-class Colocated(Disaggregated):
+class ColocatedTurns(DeviceTurns):
     """Servers and actor take turns on the same devices (--colocate); a step saves before it publishes."""
 
     saves_before_publish = True

@@ -20,7 +20,7 @@ from r3train.engine.addresses import address_for, address_of_interface, host_of,
 from r3train.engine.addresses import is_loopback
 from r3train.engine.backend import BadAnswer
 from r3train.engine.control import EngineControl
-from r3train.engine.publish import WeightPublisher
+from r3train.engine.publish import BroadcastGroup, WeightPublisher
 from r3train.engine.publish_disk import compare_on_servers, Comparison, DiskPublisher
 from r3train.engine.publish_memory import SharedMemoryPublisher
 from r3train.families import FP8_SCALE, has_fused_experts, sent_together
@@ -211,7 +211,7 @@ def _by_files(
     return kind(
         control,
         directory=directory,
-        hf_checkpoint=config.served_checkpoint(directory.parent),
+        hf_checkpoint=config.server_checkpoint(directory.parent),
         bucket_bytes=config.trainer.update_weight_buffer_size,
         **settings,
     )
@@ -258,12 +258,15 @@ def broadcast_settings(
     # NCCL refuses a device twice in a group: where ranks and servers share theirs, gloo's is of hosts
     cuda = torch.cuda.is_available() and not config.rollout.colocate
     address = address_for(hosts, named)
-    return dict(
-        bucket_bytes=config.trainer.update_weight_buffer_size,
+    group = BroadcastGroup(
         backend="nccl" if cuda else "gloo",
         device="cuda" if cuda else "cpu",
         master_address=address,
         interface=None if is_loopback(address) else interface_of(address),
+    )
+    return dict(
+        bucket_bytes=config.trainer.update_weight_buffer_size,
+        group=group,
         flush_cache=config.rollout.fresh_prefixes,
         together=_together(config, hf),
         fused_experts=has_fused_experts(hf.path),

@@ -14,7 +14,7 @@ from r3train.chat.token_ledger import session_ledgers
 from r3train.config import RunConfig
 from r3train.families.hf_facts import HfModelFacts
 from r3train.loop.canaries import Canaries
-from r3train.loop.held_weights import HeldWeights
+from r3train.loop.server_checksums import ServerChecksums
 from r3train.loop.prepare import Prepared
 from r3train.loop.rollout_source import RolloutSource
 from r3train.loop.route_transport import Routes
@@ -40,7 +40,7 @@ _SAID_WITHOUT_RECHECK = 3
 class StepProof:
     """Judges the replay of each step; all ranks call its methods together.
 
-    evidence: None with the R3 check off; source: rank 0's, which rechecks samples; canaries, held: None where they are off.
+    evidence: None with the R3 check off; source: rank 0's, which rechecks samples; canaries, checksums: None where they are off.
     """
 
     config: RunConfig
@@ -49,7 +49,7 @@ class StepProof:
     evidence: EvidenceWriter | None
     routes: Routes
     canaries: Canaries | None
-    held: HeldWeights | None = None
+    checksums: ServerChecksums | None = None
 
     def __post_init__(self) -> None:
         self._start: int | None = None  # the first rollout that was asked about
@@ -90,7 +90,7 @@ class StepProof:
             missed,
             self._custody(rollout_id, prepared),
             served=self.canaries and self.canaries.served(rollout_id),
-            held=self.held and self.held.count(rollout_id),
+            held=self.checksums and self.checksums.count(rollout_id),
         )
         expectation = prepared.expectation(recorded) if prepared is not None else None
         verdict = self._proof.prove_step(records, expectation, claims)

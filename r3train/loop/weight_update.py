@@ -15,13 +15,13 @@ from r3train.families.hf_facts import HfModelFacts
 from r3train.engine.publish import Published, WeightPublisher
 from r3train.engine.publish_disk import Comparison
 from r3train.families import quantised_tensors, tensor_shapes
-from r3train.fp8_blocks import as_served
+from r3train.fp8_blocks import as_servers_store
 from r3train.hf_checkpoint import NamedTensors, WeightIndex
 from r3train.host_group import rank_zero_alone
 from r3train.loop.canaries import Canaries
-from r3train.loop.device_turns import Disaggregated, Sent
+from r3train.loop.device_turns import DeviceTurns, Sent
 from r3train.loop.distribute import broadcast_json, gather_json
-from r3train.loop.held_weights import HeldWeights
+from r3train.loop.server_checksums import ServerChecksums
 from r3train.loop.rank_zero import RankZero
 from r3train.loop.recovery import FAILED, Recovery
 from r3train.loop.rollout_source import RolloutSource
@@ -63,7 +63,7 @@ class Update:
     # on rank 0, as far as the update has come
     published: Published | None = None
     comparison: Comparison | None = None
-    held_metrics: dict[str, Any] | None = None
+    checksum_metrics: dict[str, Any] | None = None
 
     @property
     def metrics(self) -> dict[str, Any]:
@@ -72,7 +72,7 @@ class Update:
             "perf/published_bytes": self.published.num_bytes,
             "perf/published_tensors": self.published.num_tensors,
             "rollout/weight_version": self.version,
-            **(self.held_metrics or {}),
+            **(self.checksum_metrics or {}),
         }
 
 
@@ -81,19 +81,19 @@ class WeightUpdate:
     """Publishes weight versions; all ranks call its methods together.
 
     rank_zero: None on other ranks; sender: of this rank's own part of the weights, where it sends one next to
-    rank 0; canaries, held: None where they are off.
+    rank 0; canaries, checksums: None where they are off.
     """
 
     config: RunConfig
     hf: HfModelFacts
     actor: MegatronActor
     rank_zero: RankZero | None
-    turns: Disaggregated
+    turns: DeviceTurns
     recovery: Recovery
     run_state: RunState
     sender: WeightPublisher | None
     canaries: Canaries | None = None
-    held: HeldWeights | None = None
+    checksums: ServerChecksums | None = None
 
     def __post_init__(self) -> None:
         self._source: RolloutSource | None = None
@@ -209,14 +209,14 @@ class WeightUpdate:
             weights = self.actor.adapter_weights()
         else:
             weights = self.actor.hf_weights(targets_alone=targets_only, gather_to=self._gather_to)
-            weights = as_served(weights, self._quantised)
-        if self.held is not None:
-            weights = self.held.over(weights)
+            weights = as_servers_store(weights, self._quantised)
+        if self.checksums is not None:
+            weights = self.checksums.over(weights)
         checks_all = self.config.trainer.check_weight_update_equal and not adapters
         again = None
-        if checks_all or (self._quantised and self.held is not None):
+        if checks_all or (self._quantised and self.checksums is not None):
             layers = None if checks_all else self._layers_again(weight_version)
-            again = as_served(self.actor.hf_weights(layers=layers), self._quantised)
+            again = as_servers_store(self.actor.hf_weights(layers=layers), self._quantised)
         self._export = None
         return Update(weight_version, weights, targets_only, again, checks_all)
 
@@ -243,8 +243,8 @@ class WeightUpdate:
             self.sender.send(update.weights, version=update.version)
         for _ in chain(update.weights, update.again or ()):
             raise AssertionError("only rank 0 holds whole tensors")
-        if self.held is not None:
-            self.held.judge(update.version)
+        if self.checksums is not None:
+            self.checksums.judge(update.version)
 
     def _send(self, update: Update) -> None:
         """Rank 0: send the weights; raises ValueError unless every tensor of the checkpoint went out."""
@@ -272,8 +272,10 @@ class WeightUpdate:
                 self._export = comparison.checkpoint
             if update.checks_all:
                 comparison.require_equal(update.version)
-        if self.held is not None:
-            update.held_metrics = self.held.judge(update.version, comparison=update.comparison)
+        if self.checksums is not None:
+            update.checksum_metrics = self.checksums.judge(
+                update.version, comparison=update.comparison
+            )
 
     def _failed(self, update: Update, error: Exception) -> BaseException | None:
         """Rank 0: let the other ranks go on after an error; returns it where the servers' restart may mend it.
@@ -303,8 +305,8 @@ class WeightUpdate:
             self.rank_zero.weights.publisher.abandon()
         for _ in update.again or ():
             pass
-        if self.held is not None and update.held_metrics is None:
-            self.held.judge(update.version, sent=False)
+        if self.checksums is not None and update.checksum_metrics is None:
+            self.checksums.judge(update.version, sent=False)
 
     def _layers_again(self, weight_version: int) -> range:
         """Layer ids of which a second export is compared: a share of them, the next share at the next update."""

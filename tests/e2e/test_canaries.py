@@ -120,7 +120,7 @@ class Rig:
         fault: what the last server really holds then; checksums: servers are asked for them, which tells before canaries do.
         """
         loop = self.loops[servers]
-        loop._update.held = loop._held if checksums else None
+        loop._update.checksums = loop._checksums if checksums else None
         if not loop._canaries.ready:
             loop._held.begin(self.version)
             loop._update.publish(self.version)

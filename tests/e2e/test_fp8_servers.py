@@ -36,9 +36,9 @@ from r3train.launch.start.servers import RunServers  # noqa: E402
 from r3train.launch.job.checked_job import Job  # noqa: E402
 from r3train.launch.job.resume import ResumePoint  # noqa: E402
 from r3train.loop.canaries import NotServed  # noqa: E402
-from r3train.loop.device_turns import Disaggregated  # noqa: E402
+from r3train.loop.device_turns import DeviceTurns  # noqa: E402
 from r3train.loop.rank_zero import RankZero  # noqa: E402
-from r3train.loop.held_weights import HeldWeights  # noqa: E402
+from r3train.loop.server_checksums import ServerChecksums  # noqa: E402
 from r3train.loop.recovery import Recovery  # noqa: E402
 from r3train.loop.weight_update import WeightUpdate  # noqa: E402
 from r3train.observe.console import RunDisplay  # noqa: E402
@@ -167,18 +167,18 @@ def update(tiny, tmp_path_factory) -> Iterator[WeightUpdate]:
             servers.start(num_ranks=0)
             servers.wait_ready()
             rank_zero = RankZero(servers, servers.weights, None, display, None, None)
-            held = HeldWeights(config, rank_zero, EvidenceWriter(run_dir, 0, "start"))
+            checksums = ServerChecksums(config, rank_zero, EvidenceWriter(run_dir, 0, "start"))
             held.begin(0)
             yield WeightUpdate(
                 config=config,
                 hf=hf,
                 actor=actor,
                 rank_zero=rank_zero,
-                turns=Disaggregated(),
+                turns=DeviceTurns(),
                 recovery=Recovery(servers, enabled=False),
                 run_state=SimpleNamespace(),
                 sender=None,
-                held=held,
+                checksums=checksums,
             )
     finally:
         topology.shutdown()

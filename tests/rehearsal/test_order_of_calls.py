@@ -179,7 +179,7 @@ def test_weights_go_by_nccl_where_ranks_and_servers_have_devices_of_their_own(
     )
     hf = SimpleNamespace(path=None)
     way = server_weights.broadcast_settings(config, hf, ["127.0.0.1"], None)
-    assert (way["backend"], way["device"]) == found
+    assert (way["group"].backend, way["group"].device) == found
 
 
 def test_the_thread_of_a_first_broadcast_is_on_the_device_of_the_weights(node, monkeypatch):
@@ -191,7 +191,9 @@ def test_the_thread_of_a_first_broadcast_is_on_the_device_of_the_weights(node, m
     monkeypatch.setattr(
         dist, "broadcast", lambda *_, **__: calls.append(("broadcast", threading.get_ident()))
     )
-    publisher = publish.DistributedPublisher(SimpleNamespace(), bucket_bytes=1, backend="nccl")
+    publisher = publish.DistributedPublisher(
+        SimpleNamespace(), bucket_bytes=1, group=publish.BroadcastGroup("nccl")
+    )
     flat = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 3))
     publisher._broadcast(flat, publish.Future())
     (device, first), (what, second) = calls

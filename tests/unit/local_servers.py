@@ -37,7 +37,7 @@ def servers_of_rank_0(
         has_engines=True,
         serves_adapters=False,
         serves_fp8=False,
-        served_checkpoint=lambda run_dir: directory,
+        server_checkpoint=lambda run_dir: directory,
         trainer=SimpleNamespace(update_weight_transfer_mode=mode),
         rollout=rollout,
     )

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from r3train.families.read_facts import read_hf_facts
 from r3train.families import FAMILIES, FP8_SCALE, quantised_tensors, tensor_shapes
 from r3train.families.tiny_options import TinyOptions
-from r3train.fp8_blocks import as_served, dequantised, quantised, rounded_activations
+from r3train.fp8_blocks import as_servers_store, dequantised, quantised, rounded_activations
 from r3train.hf_checkpoint import WeightIndex, kind_of, read_headers, write_fp8_checkpoint
 from r3train.verify.tiny import build
 
@@ -121,7 +121,7 @@ def test_an_update_brings_every_tensor_in_the_form_of_the_servers(checkpoint, fa
     name = min(names)
     tensors = dict(load_file(checkpoint.path / "model.safetensors"))
     tensors = {n: t.bfloat16() if t.ndim > 1 else t for n, t in tensors.items()}
-    sent = {n: kind_of(t) for n, t in as_served(tensors.items(), names)}
+    sent = {n: kind_of(t) for n, t in as_servers_store(tensors.items(), names)}
     if fault == "scale left out":
         del sent[name + FP8_SCALE]
     elif fault == "not quantised":

@@ -49,7 +49,7 @@ def start_servers(
     """
     servers = prepared or _build_servers(job.config, job.hf, run_dir, num_ranks)
     if servers and job.config.serves_fp8:
-        checkpoint = job.config.served_checkpoint(run_dir)
+        checkpoint = job.config.server_checkpoint(run_dir)
         click.echo(f"writing the servers' checkpoint in fp8: {checkpoint} ...", err=True)
         write_fp8_checkpoint(job.hf, checkpoint)
     names = [f"sglang_{i}.log" for i in range(len(servers))] if len(servers) > 1 else ["sglang.log"]
@@ -61,7 +61,7 @@ def _build_servers(
 ) -> list[SGLangServer]:
     if not config.has_engines or config.rollout.has_external_servers:
         return []
-    checkpoint = config.served_checkpoint(run_dir)
+    checkpoint = config.server_checkpoint(run_dir)
     gpus = server_gpus_here(config, num_ranks)
     # one key for all servers, which only this job knows: every user of the node reaches loopback
     api_key = engine_api_key(os.environ) or secrets.token_hex(16)

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from r3train.engine import publish
 from r3train.engine.backend import EngineDied
 from r3train.engine.control import EngineControl
-from r3train.engine.publish import DistributedPublisher, buckets, flatten
+from r3train.engine.publish import BroadcastGroup, DistributedPublisher, buckets, flatten
 from r3train.engine.publish_disk import Comparison, DiskPublisher, compare_on_servers
 from r3train.engine.publish_memory import SharedMemoryPublisher
 from r3train.families.read_facts import read_hf_facts
@@ -266,7 +266,9 @@ def test_a_server_elsewhere_is_refused_where_weights_are_sent_on_loopback():
     local.require_reach("http://localhost:1")
     with pytest.raises(ValueError, match="update-weight-master-address"):
         local.require_reach("http://10.0.0.7:30000")
-    DistributedPublisher(Engine(), bucket_bytes=40, master_address="10.0.0.1").require_reach("h:1")
+    DistributedPublisher(
+        Engine(), bucket_bytes=40, group=BroadcastGroup(master_address="10.0.0.1")
+    ).require_reach("h:1")
 
 
 def test_the_disk_transport_leaves_one_whole_version(tmp_path, checkpoint):
@@ -471,7 +473,7 @@ def joins_end():
 @pytest.mark.usefixtures("joins_end")
 def test_servers_take_their_ranks_one_after_another_and_a_refusal_ends_the_join():
     engine = Engine()
-    publisher = DistributedPublisher(engine, bucket_bytes=8, timeout_s=1)
+    publisher = DistributedPublisher(engine, bucket_bytes=8, group=BroadcastGroup(timeout_s=1))
     with pytest.raises(RuntimeError, match="backend not there"):
         publisher.connect()
     call = engine.calls[0]
@@ -483,7 +485,7 @@ def test_servers_take_their_ranks_one_after_another_and_a_refusal_ends_the_join(
 def test_servers_are_told_the_given_address_and_the_store_listens_there_alone():
     engine = Engine()
     publisher = DistributedPublisher(
-        engine, bucket_bytes=8, timeout_s=1, master_address="127.0.0.2"
+        engine, bucket_bytes=8, group=BroadcastGroup(timeout_s=1, master_address="127.0.0.2")
     )
     with pytest.raises(RuntimeError, match="backend not there"):
         publisher.connect()
@@ -698,7 +700,9 @@ def test_a_tensor_that_cannot_be_had_leaves_the_group_in_step(alone, monkeypatch
 
 
 def test_an_address_of_another_node_is_refused_by_name():
-    publisher = DistributedPublisher(Engine(), bucket_bytes=8, master_address="203.0.113.1")
+    publisher = DistributedPublisher(
+        Engine(), bucket_bytes=8, group=BroadcastGroup(master_address="203.0.113.1")
+    )
     with pytest.raises(ValueError, match="update_weight_master_address 203.0.113.1: this node"):
         publisher.connect()
 

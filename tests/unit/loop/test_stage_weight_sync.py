@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from r3train.engine import publish
 from r3train.engine.backend import EngineDied, EngineError
-from r3train.engine.publish import WeightUpdateError
+from r3train.engine.publish import BroadcastGroup, WeightUpdateError
 from r3train.loop import server_weights
 from r3train.loop import stage_weight_sync
 from r3train.loop.stage_weight_sync import StageLeaderPublisher, PerStagePublisher
@@ -106,7 +106,7 @@ def ranks(monkeypatch):
     monkeypatch.setattr(publish, "ALIVE_EVERY_S", 0.01)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     servers = Servers()
-    how = dict(bucket_bytes=8, timeout_s=20, together=[("half", "other")])
+    how = dict(bucket_bytes=8, group=BroadcastGroup(timeout_s=20), together=[("half", "other")])
     rank_0, leader = PerStagePublisher(servers, [LEADER], **how), StageLeaderPublisher(**how)
     yield SimpleNamespace(rank_0=rank_0, leader=leader, servers=servers, to=to)
     rank_0.close()

@@ -14,7 +14,7 @@ from r3train.generation.producer import Producer
 from r3train.generation.episode_task import RequestSettings
 from r3train.host_group import join_ranks, leave_ranks
 from r3train.loop.async_loop import AsyncLoop
-from r3train.loop.device_turns import Colocated
+from r3train.loop.device_turns import ColocatedTurns
 from r3train.loop.rank_zero import RankZero
 from r3train.loop.recovery import Recovery
 from r3train.loop.weight_update import WeightUpdate
@@ -128,7 +128,7 @@ def test_servers_that_refuse_their_turn_for_good_end_the_run_after_a_checkpoint(
             hf=read_hf_facts(tiny / "model"),
             actor=actor,
             rank_zero=RankZero(servers, None, None, RunDisplay(4, enabled=False), None, None),
-            turns=Colocated(settings, actor, servers, recovery),
+            turns=ColocatedTurns(settings, actor, servers, recovery),
             recovery=recovery,
             run_state=SimpleNamespace(save_failed=lambda *of: saved.append((of[0], held[-1]))),
             sender=None,

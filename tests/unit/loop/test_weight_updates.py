@@ -14,7 +14,7 @@ from r3train.engine.publish import Published
 from r3train.host_group import join_ranks, leave_ranks
 from r3train.loop import async_loop, weight_update
 from r3train.loop.async_loop import AsyncLoop
-from r3train.loop.device_turns import Disaggregated
+from r3train.loop.device_turns import DeviceTurns
 from r3train.loop.rank_zero import RankZero
 from r3train.loop.intake import Intake, Taken
 from r3train.loop.recovery import Recovery
@@ -74,7 +74,7 @@ def test_new_servers_of_a_lora_run_are_sent_all_tensors_and_later_the_targets_al
         hf=facts(),
         actor=SimpleNamespace(hf_weights=hf_weights),
         rank_zero=RankZero(servers, servers, servers, RunDisplay(4, enabled=False), None, None),
-        turns=Disaggregated(),
+        turns=DeviceTurns(),
         recovery=Recovery(servers, enabled=True),
         run_state=None,
         sender=None,
@@ -105,7 +105,7 @@ def test_weights_that_nobody_is_there_to_get_are_made_up_for_when_a_server_has_j
         hf=facts(),
         actor=SimpleNamespace(hf_weights=lambda **how: iter(())),
         rank_zero=RankZero(servers, servers, servers, RunDisplay(4, enabled=False), None, None),
-        turns=Disaggregated(),
+        turns=DeviceTurns(),
         recovery=Recovery(servers, enabled=True),
         run_state=None,
         sender=None,

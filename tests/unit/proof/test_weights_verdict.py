@@ -11,7 +11,7 @@ import torch
 from tests.unit.evidence_dirs import audit_of_one_start, write_run
 
 from r3train.audit.audit_run import audit_run
-from r3train.loop.held_weights import SentSum
+from r3train.loop.server_checksums import SentSum
 from r3train.proof.weights_verdict import weights_records, WeightsHistory, WeightsRecord
 from r3train.proof.writer import EvidenceWriter, WEIGHTS_FILE
 

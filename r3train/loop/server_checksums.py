@@ -66,7 +66,7 @@ class SentSum:
 
 
 @dataclass(eq=False)
-class HeldWeights:
+class ServerChecksums:
     """Judges what servers hold after each update; all ranks call ``judge`` together.
 
     rank_zero: None on other ranks; evidence: None without the R3 check.

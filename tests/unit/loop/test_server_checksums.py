@@ -12,7 +12,7 @@ from torch.distributed import HashStore
 from r3train.engine.backend import EngineError
 from r3train.host_group import join_ranks, leave_ranks
 from r3train.loop.canaries import NotServed
-from r3train.loop.held_weights import HeldWeights
+from r3train.loop.server_checksums import ServerChecksums
 from tests.unit.config.test_config import config
 
 ADDRESS = ["127.0.0.1:30000"]
@@ -40,12 +40,12 @@ class Fleet:
         self.dropped.append((server, why))
 
 
-def weights(fleet: Fleet, **settings) -> HeldWeights:
+def weights(fleet: Fleet, **settings) -> ServerChecksums:
     settings = config(enable_r3_correctness_check=True, **settings)
-    return HeldWeights(settings, SimpleNamespace(servers=fleet, weights=fleet), None)
+    return ServerChecksums(settings, SimpleNamespace(servers=fleet, weights=fleet), None)
 
 
-def update(held: HeldWeights, version: int, **how) -> dict:
+def update(held: ServerChecksums, version: int, **how) -> dict:
     for _ in held.over(iter([("w", torch.full((4,), float(version)))])):
         pass
     return held.judge(version, **how)
