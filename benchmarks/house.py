@@ -17,7 +17,7 @@ import json
 import tokenize
 import tomllib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -38,8 +38,8 @@ WAYS = ("prompt", "routes", "update")  # as tests/e2e/train_traced.py names them
 # others that run have no part in the story (metrics, logs, settings, what stands in for CUDA).
 READ = """
     launch/train launch/start/train launch/start/run_rank launch/rollout_sources launch/start/rollout_sources
-    launch/engines launch/start/engines launch/start/servers launch/start/rollouts loop/server_weights loop/async_loop
-    loop/intake loop/fleet loop/rank_zero loop/run_state
+    launch/engines launch/start/engines launch/start/servers launch/start/rollouts loop/server_weights launch/start/servers launch/start/rollouts loop/server_weights loop/async_loop
+    loop/intake loop/fleet loop/rank_zero loop/rank_zero loop/run_state
     generation/producer generation/scheduler generation/shared generation/slots generation/buffer
     generation/rollout_task generation/episode_task generation/episode generation/stitch generation/group_scorer
     generation/update_gate engine/backend engine/client engine/http engine/sglang_http engine/answer routing/wire
@@ -49,7 +49,7 @@ READ = """
     trainer/megatron/actor trainer/megatron/forward_step trainer/megatron/log_probs trainer/megatron/replay
     trainer/megatron/replay_evidence trainer/megatron/loss_metrics algo/policy_loss algo/loss_rows algo/losses/ppo
     algo/corrections loop/step_proof proof/live proof/judge proof/step_verdict loop/outcome loop/weight_update
-    loop/device_turns loop/canaries loop/held_weights trainer/megatron/export engine/publish engine/control
+    loop/device_turns loop/canaries loop/server_checksums trainer/megatron/export engine/publish engine/control
 """.split()
 
 
@@ -219,6 +219,15 @@ def _spans(source: str) -> dict[int, int]:
     return spans
 
 
+def by_room(files: Iterable[str]) -> str:
+    """The files by their rooms: ``room: name, name; room: name``."""
+    rooms: dict[str, list[str]] = {}
+    for file in sorted(files):
+        room, _, name = file.removesuffix(".py").rpartition("/")
+        rooms.setdefault(room or "top level", []).append(name)
+    return "; ".join(f"{room}: {', '.join(names)}" for room, names in rooms.items())
+
+
 def main() -> None:
     """Print the figures of a checkout."""
     parser = argparse.ArgumentParser(
@@ -265,7 +274,7 @@ def main() -> None:
             if way == "step":
                 read = {f: lines for f, lines in files.items() if f.removesuffix(".py") in READ}
                 print(f"  of those to read: {len(read)} files, {sum(map(len, read.values())):,}")
-            print("  " + " ".join(sorted(files)))
+            print(f"  {by_room(files)}")
 
 
 if __name__ == "__main__":
