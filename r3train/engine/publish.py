@@ -189,7 +189,7 @@ class _BucketMemory:
 
 @dataclass(frozen=True)
 class BroadcastGroup:
-    """How this rank and every rank of the servers form a process group."""
+    """The process group of this rank and every rank of the servers."""
 
     backend: str = "gloo"
     """``"gloo"``: tensors travel on the CPU; ``"nccl"``: on ``device``."""
