@@ -117,10 +117,11 @@ def serve(
     if config.run.dry_run:
         click.echo(f"{config.given_toml()}\n# {shlex.join(server.command())}")
         return
-    _serve(server, None if is_follower(server_args) else address_file, leave_grace_s)
+    serve_here(server, None if is_follower(server_args) else address_file, leave_grace_s)
 
 
-def _serve(server: SGLangServer, address_file: Path | None, leave_grace_s: float) -> None:
+def serve_here(server: SGLangServer, address_file: Path | None, leave_grace_s: float) -> None:
+    """Start a server, say where it listens, and wait for its end or a signal; exits with its code."""
     code = 0
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.default_int_handler)  # ends the wait

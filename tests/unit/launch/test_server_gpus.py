@@ -159,7 +159,7 @@ def recipe(tiny) -> list[str]:
 def served(monkeypatch, recipe):
     """``served(*flags)``: the flags of the server that ``r3train serve`` would run, or its refusal."""
     made: list[SGLangServer] = []
-    monkeypatch.setattr(serve, "_serve", lambda server, *_: made.append(server))
+    monkeypatch.setattr(serve, "serve_here", lambda server, *_: made.append(server))
 
     def run(*flags: str) -> dict | str:
         made.clear()
@@ -224,7 +224,7 @@ def test_of_a_server_over_several_nodes_the_first_alone_has_an_address(
 ):
     node(gpus=8)
     files = []
-    monkeypatch.setattr(serve, "_serve", lambda _, file, grace_s: files.append(file))
+    monkeypatch.setattr(serve, "serve_here", lambda _, file, grace_s: files.append(file))
     flags = ["--sglang-nnodes", "2", "--num-gpus", "8", "--sglang-dist-init-addr", "host1:29600"]
     for rank in ("0", "1"):
         given = [*flags, "--sglang-node-rank", rank, "--address-file", str(tmp_path / "addr")]
@@ -243,7 +243,7 @@ def test_a_dry_run_starts_nothing_and_may_plan_for_gpus_that_are_elsewhere(
     node, recipe, monkeypatch
 ):
     node(gpus=0)
-    monkeypatch.setattr(serve, "_serve", lambda *_: pytest.fail("it was started"))
+    monkeypatch.setattr(serve, "serve_here", lambda *_: pytest.fail("it was started"))
     flags = ["--num-gpus", "4", "--local-index", "1", "--dry-run", *recipe]
     done = CliRunner().invoke(serve.serve, flags)
     assert done.exit_code == 0, done.output
