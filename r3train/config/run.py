@@ -282,6 +282,11 @@ class RunConfig(Section):
         return (sft or self.steps_per_rollout == 1) and self.trainer.reuse_log_probs != "off"
 
     @property
+    def servers_change(self) -> bool:
+        """True if a lost server does not end the run: others come and go, or its own are started again."""
+        return self.rollout.rollout_engines_file is not None or self.faults.max_engine_restarts > 0
+
+    @property
     def may_send_targets_alone(self) -> bool:
         """True if servers that hold a LoRA run's base may get the adapted tensors only.
 

@@ -1,7 +1,6 @@
 """The seam between generation and the engine: a request, its answer, and the ways to fail.
 
-``engine.client`` implements ``RolloutBackend`` over SGLang, ``engine.supervisor`` wraps it for
-servers that are restarted, and tests have an engine without a model.
+``engine.client`` implements ``RolloutBackend`` over SGLang, and tests have an engine without a model.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ class EngineError(RuntimeError):
     """An engine refused a call, answered something malformed, or could not be reached."""
 
 
-class EngineDied(EngineError):
-    """An engine process that this job owns has ended; the message holds its log's tail."""
-
-
 class EngineUnreachable(EngineError):
     """No connection to an engine, a connection that broke, or no answer in time."""
+
+
+class EngineDied(EngineUnreachable):
+    """An engine process that this job owns has ended or hangs; the message may hold its log's tail."""
 
 
 class AnswerLate(EngineUnreachable):
@@ -35,7 +34,7 @@ class AnswerCutShort(EngineUnreachable):
 
 
 class ServerLeft(EngineUnreachable):
-    """The server of a call has left the run's fleet."""
+    """The server of a call has left the run."""
 
 
 class AnswerRefused(EngineError):

@@ -112,7 +112,7 @@ class SGLangClient:
     """Generation over one or more servers (implements ``RolloutBackend``).
 
     A group's samples go to one server, where its prompt is cached; a new group goes to the least loaded
-    one.  Use it from a single event loop.  Where ``members`` come and go, a request whose server is lost goes on elsewhere, with
+    one.  Use it from a single event loop.  Where ``members`` change, a request whose server is lost goes on at another or a new one, with
     the newest weights.  ``routes`` is the shape of an answer's rows; with None the
     client does not ask for routed experts.  ``sent_routes`` is their shape as servers send them, where
     the transport makes something else of them.  With ``index_topk``, the tokens that an indexer chooses for a
@@ -205,12 +205,14 @@ class SGLangClient:
     async def _allowed_servers(self, weight_version: int | None, sample_id: int) -> Sequence[int]:
         """Wait until a server holds the weights that the request asks for; return all that do."""
         if not self._knows_versions or weight_version is None:
-            return self.members.present()
+            if present := self.members.present():
+                return present
+            weight_version = 0
         deadline = time.monotonic() + self.http.request_timeout_s
         while not (holders := self.members.holders(weight_version)):
             if time.monotonic() > deadline and not self.members.changes:
                 versions = dict(zip(self.http.urls, self.members.all(), strict=True))
-                raise EngineUnreachable(  # a restart of the servers may take longer
+                raise EngineUnreachable(
                     f"sample {sample_id}: no server holds weight version {weight_version} "
                     f"(None is unknown): {versions}"
                 )
@@ -227,14 +229,15 @@ class SGLangClient:
         timeout.  Raises BadAnswer or AnswerCutShort after too many of them, and AnswerLate for a late
         answer of a server whose ``/health`` is silent too.
         """
-        while True:
-            try:
-                with self._adapter_of(request):
+        with self._adapter_of(request):
+            while True:
+                try:
                     return await self._answered(request, partial(self._drawn, request))
-            except ServerLeft:
-                self.moved_requests += 1
-                self.moved_tokens += request.num_generated
-                request = await self._for_newest(request)
+                except ServerLeft:
+                    self.moved_requests += 1
+                    self.moved_tokens += request.num_generated
+                    if self._adapters is None:  # else new servers get its version too
+                        request = await self._for_newest(request)
 
     async def _drawn(self, request: Request, tried: list[int]) -> Segment:
         answer, sent = await self._ask(self._body(request), request, tried)
@@ -261,8 +264,8 @@ class SGLangClient:
             try:
                 return await ask(tried)
             except (*ASKED_AGAIN, EngineUnreachable) as error:
-                kind, changes = type(error), self.members.changes
-                if kind is ServerLeft or (kind is EngineUnreachable and not changes):
+                changes = self.members.changes
+                if isinstance(error, ServerLeft) or not (changes or isinstance(error, ASKED_AGAIN)):
                     raise
                 may_be_lost = isinstance(error, EngineUnreachable if changes else AnswerLate)
                 if may_be_lost and not await self._healthy(tried[-1]):
@@ -449,10 +452,12 @@ class SGLangClient:
         return sampled, await self.recheck(again, "whole", server)
 
     async def _healthy(self, server: int) -> bool:
+        how = {"method": "GET", "what": "health", "timeout_s": self._health_timeout_s}
         try:
-            await self.http.call(
-                server, "/health", method="GET", what="health", timeout_s=self._health_timeout_s
-            )
+            async with self.http.while_present(server):  # one that joins again is another
+                await self.http.call(server, "/health", **how)
+        except ServerLeft:
+            raise
         except EngineError:
             return False
         return True

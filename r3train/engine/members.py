@@ -7,6 +7,9 @@ another member.  External servers come and go like this, where the settings let 
         |           |---> leaving ------> left     its address was taken back: its calls end first
         |           `-------------------> refused  it holds other weights than were sent
         `---> refused                              it does not go with the run
+
+Those of the run itself keep their numbers for good: one that is restarted (``engine.supervisor``) is lost, and joins again without
+weights.  What it held before is evidence on what it holds then.
 """
 
 from __future__ import annotations
@@ -94,6 +97,7 @@ class Members:
         """Make a server a member, which holds all weights of ``version``; None: it gets no request before an update."""
         with self._lock:
             self._present.add(server)
+            self._gone.discard(server)
         self.record(version, server)
         self._tell(server, "joined", version, why)
 

@@ -89,10 +89,7 @@ class AsyncLoop:
         config, hf, actor, rank_zero = self.config, self.hf, self.actor, self.rank_zero
         run_state, routes, servers = self.run_state, self.routes, rank_zero and rank_zero.servers
         self._topologies = gather_topologies(actor.topology)
-        comes_and_goes = config.rollout.rollout_engines_file is not None
-        self._recovery = Recovery(
-            servers, enabled=config.faults.max_engine_restarts > 0 or comes_and_goes
-        )
+        self._recovery = Recovery(servers, enabled=config.servers_change)
         self._turns = DeviceTurns()
         if config.rollout.colocate:
             self._turns = ColocatedTurns(config, actor, servers, self._recovery)
@@ -334,7 +331,8 @@ class AsyncLoop:
         seconds = clock.metrics(taken.metrics.get("rollout/tokens", 0))
         if not self.config.eval_sets:
             del seconds["perf/eval_wait_s"]
-        return {**self._recovery.counts(), **speed, **seconds}
+        servers = self.rank_zero.servers
+        return {**(servers.fault_counts() if servers is not None else {}), **speed, **seconds}
 
     def _route_metrics(self) -> dict[str, Any]:
         """The step's route bytes, on rank 0's client and beyond; a collective."""

@@ -21,8 +21,8 @@ class Servers(Protocol):
 
     is_deserted: bool  # servers come and go, and none is there
 
-    def restart(self) -> None:
-        """Restart the servers; they hold the checkpoint's weights until the next publish."""
+    def restart(self, cause: str) -> None:
+        """Let lost servers leave, or start those of the run again; new ones get no request before the next publish."""
 
     def unchanged(self) -> AbstractContextManager[None]:
         """A block in which no server joins."""
@@ -32,9 +32,6 @@ class Servers(Protocol):
 
     def keep_onloaded(self, *kinds: str) -> None:
         """Let every server hold these kinds of memory alone (--colocate)."""
-
-    def restored(self, version: int) -> None:
-        """Note that restarted servers hold the weights of ``version``."""
 
     def stop(self) -> None:
         """End the servers of this run, which generates no more."""

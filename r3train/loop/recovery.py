@@ -5,10 +5,10 @@ from __future__ import annotations
 from r3train.host_group import rank_zero_alone
 from r3train.loop.rank_zero import Servers
 from r3train.loop.distribute import broadcast_json
-from r3train.engine.backend import EngineDied, EngineError, EngineUnreachable
+from r3train.engine.backend import EngineError, EngineUnreachable
 from r3train.engine.publish import WeightUpdateError
 
-LOST = (EngineDied, EngineUnreachable, WeightUpdateError)
+LOST = (EngineUnreachable, WeightUpdateError)
 # errors of servers, which leave the actor right: a restart replaces lost servers, the others end the run
 FAILED = (EngineError, WeightUpdateError)
 
@@ -46,12 +46,8 @@ class Recovery:
                 failure = cause
             elif self._servers is not None:
                 try:
-                    self._servers.restart()
+                    self._servers.restart(str(cause))
                 except RuntimeError as error:
                     failure = error
         text = broadcast_json(None if failure is None else str(failure))
         return failure or (RuntimeError(f"rank 0's servers failed: {text}") if text else None)
-
-    def counts(self) -> dict[str, int]:
-        """Bad answers, restarts and requests that were sent again, so far; on rank 0."""
-        return self._servers.fault_counts() if self._servers is not None else {}

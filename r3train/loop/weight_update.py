@@ -166,7 +166,6 @@ class WeightUpdate:
                 self._servers_hold_base = self.turns.servers_keep_weights
                 if self.rank_zero is not None:
                     self.rank_zero.rollouts.resume()
-                    self.rank_zero.servers.restored(weight_version)
                 return metrics
 
     def _serve(self, weight_version: int, quiet: AbstractContextManager[None]) -> Sent:
@@ -286,9 +285,9 @@ class WeightUpdate:
         if not generating_failed and not isinstance(error, FAILED):
             raise error
         self._let_others_go_on(update)
-        changes = self.config.rollout.rollout_engines_file is not None
+        changes = self.config.servers_change and not self.config.serves_adapters
         if changes and self._source is not None and not generating_failed:
-            # requests that wait for a server may be answered before the next try has ended
+            # requests that wait for a server take the newest weights, maybe before the next try has ended
             self._source.set_version(update.version)
             if self.rank_zero.servers.is_deserted:  # ``revive`` brings them to the next servers
                 return None

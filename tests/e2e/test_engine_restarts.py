@@ -147,7 +147,7 @@ def test_a_server_that_dies_in_the_broadcast_of_a_later_stage_is_named_or_comes_
 @pytest.mark.timeout(600)
 def test_one_of_two_servers_lost_loses_no_prompt(tmp_path, tiny_flags):
     run_dir = tmp_path / "run"
-    flags = [*tiny_flags, *jobs.R3_FLAGS, "--num-rollout", "6", "--max-engine-restarts", "1"]
+    flags = [*tiny_flags, *jobs.R3_FLAGS, "--num-rollout", "12", "--max-engine-restarts", "1"]
     flags += ["--rollout-num-engines", "2", "--check-weight-update-equal"]
     with running(run_dir, *flags) as job:
         wait_for(lambda: steps_done(run_dir) >= 3, job, run_dir)
@@ -156,4 +156,4 @@ def test_one_of_two_servers_lost_loses_no_prompt(tmp_path, tiny_flags):
     assert "restart 1 of 1" in output(run_dir)
     metrics = jobs.Job(0, "", run_dir).metrics()
     assert all(m["served/gap_max"] <= 1e-4 and m["r3/passed"] for m in metrics)
-    all_trained_once([run_dir], 6)
+    all_trained_once([run_dir], 12)

@@ -13,9 +13,8 @@ from r3train.cuda_environment import visible_gpus
 from r3train.data.curriculum import DifficultyOrder
 from r3train.data.json_lines import append_lines
 from r3train.data.templates import ChatTemplate
-from r3train.engine.backend import Request, RolloutBackend, SamplingParams
+from r3train.engine.backend import Request, SamplingParams
 from r3train.engine.client import SGLangClient
-from r3train.engine.supervisor import ResubmittingBackend
 from r3train.environments.named_environments import get_environment, get_tools
 from r3train.generation.agent_episode import AgentEpisode
 from r3train.generation.buffer import OUTCOMES_FILE, Outcome, ProducerState
@@ -39,6 +38,7 @@ _SEGMENT_LEN = 256
 _SEGMENT_LEN_ON_GPUS = 2048
 # drawn at the start, where texts are short
 _MOST_CANARY_ANSWERS = 64
+_ALIVE_EVERY_S = 0.5
 
 
 class GeneratedRollouts:
@@ -62,8 +62,7 @@ class GeneratedRollouts:
     def segment_len(self) -> int | None:
         """Most tokens of one request; None (no limit) unless servers may be restarted, or come and go."""
         rollout = self._job.config.rollout
-        may_be_lost = self._job.config.faults.max_engine_restarts or rollout.rollout_engines_file
-        if rollout.rollout_segment_len or not may_be_lost:
+        if rollout.rollout_segment_len or not self._job.config.servers_change:
             return rollout.rollout_segment_len
         on_gpus = visible_gpus() and rollout.sglang.get("device") != "cpu"
         return _SEGMENT_LEN_ON_GPUS if on_gpus else _SEGMENT_LEN
@@ -77,14 +76,10 @@ class GeneratedRollouts:
         ]
         return replace(self._buffer, samples=samples)
 
-    def make_client(self) -> RolloutBackend:
+    def make_client(self) -> SGLangClient:
         """Make the client of the servers, in the event loop that uses it."""
         self._servers.client = client = self._make_client()
-        supervisor = self._servers.supervisor
-        if supervisor is None or not supervisor.restartable:
-            return client
-        versions_stay = self._servers.adapters is not None
-        return ResubmittingBackend(client, supervisor, versions_stay=versions_stay)
+        return client
 
     def _make_client(self) -> SGLangClient:
         servers, config = self._servers, self._job.config
@@ -252,7 +247,10 @@ class GeneratedRollouts:
             client = self._make_client()
             try:
                 requests = [request(number) for number in number_of]
-                answers = await asyncio.gather(*map(client.generate, requests))
+                answering = asyncio.gather(*map(client.generate, requests))
+                while not (await asyncio.wait([answering], timeout=_ALIVE_EVERY_S))[0]:
+                    self._servers.check_served()  # else a request waits for a server to come
+                answers = answering.result()
             finally:
                 await client.aclose()
             pairs = zip(requests, answers)

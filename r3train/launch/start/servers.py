@@ -70,6 +70,7 @@ class RunServers:
         self.supervisor: EngineSupervisor | None = None  # of them
         self._discovery: Discovery | None = None
         self._counts = Counter[str]()  # servers that joined and left
+        self._last_loss = ""
         self._updating = False
         self._failed_updates = 0  # in a row, although all servers answer
         self._bad_answers = 0
@@ -98,7 +99,7 @@ class RunServers:
         self.members = Members(
             addrs,
             [version] * len(addrs),
-            changes=rollout.rollout_engines_file is not None,
+            changes=config.servers_change,
             on_change=self._changed,
         )
         if self.own:
@@ -118,7 +119,7 @@ class RunServers:
             on_failed_try=self.count_bad_answer,
         )
         self.weights = ServerWeights(config, self.job.hf, self.run_dir, self.control, self.adapters)
-        if self.members.changes:
+        if rollout.rollout_engines_file is not None:
             self._discover()
         else:
             self.control.require_settings(
@@ -173,8 +174,10 @@ class RunServers:
         """Note a server that came or went."""
         append_lines(self.run_dir / SERVERS_FILE, [asdict(change)])
         self._counts[change.what] += 1
-        style = "" if change.what == "joined" else "yellow"
-        text = f"server {change.server} ({change.url}) {change.what}: {change.why}"
+        style, why = "" if change.what == "joined" else "yellow", change.why.splitlines()[0]
+        text = f"server {change.server} ({change.url}) {change.what}: {why}"
+        if change.what != "joined":
+            self._last_loss = change.why
         self.display.note(text, style=style)
 
     @property
@@ -200,9 +203,15 @@ class RunServers:
         if self.supervisor is not None:
             self.supervisor.check()
 
+    def _check_own(self) -> None:
+        """As ``check_alive``; also raises EngineUnreachable for one that left because a call failed."""
+        self.check_alive()
+        if len(self.members.present()) < len(self.own):
+            raise EngineUnreachable(self._last_loss)
+
     def check_served(self) -> None:
         """As ``check_alive``; also raises EngineUnreachable where an update has to come or to go on, EngineError without servers."""
-        self.check_alive()
+        self._check_own()
         if self._discovery is not None:
             self._discovery.check()
             # requests wait for a server, and nobody can join
@@ -211,22 +220,30 @@ class RunServers:
             if self.members.present() and not self.members.holders(0):
                 raise EngineUnreachable("servers have joined, and none holds the newest weights")
 
-    def restart(self) -> None:
-        """Restart the servers; they hold the checkpoint's weights until the next publish.
+    def restart(self, cause: str) -> None:
+        """Let lost servers leave; those of the run all leave, are started again and join: they wait for the next publish.
 
-        Those of others leave, if they are lost.  Raises EngineDied after --max-engine-restarts, EngineError if a server does
-        not start.
+        Raises EngineDied with the cause after --max-engine-restarts, EngineError if a server does not start.
         """
         self.members.record(None)
         if self._discovery is not None:
             self._let_lost_leave()
         else:
-            with self.display.phase("restarting SGLang") as phase:
-                self._show_starts_in(phase)
-                self.supervisor.restart()
-            self.control.restarted()
-            self.text_ends = self.control.text_ends()
+            self._start_again(cause)
         self.weights.publisher.reconnect()
+
+    def _start_again(self, cause: str) -> None:
+        with self.display.phase("restarting SGLang") as phase:
+            self._show_starts_in(phase)
+            cause = self._last_loss or cause
+            for server in self.members.present():
+                self.members.leave(server, "all servers of the run are started again")
+            self.supervisor.restart(cause)
+            self._last_loss = ""
+        self.control.restarted()
+        for server in range(len(self.own)):
+            self.members.join(server, None, "it gets its first request after an update")
+        self.text_ends = self.control.text_ends()
 
     def _let_lost_leave(self) -> None:
         before = self.members.present()
@@ -238,19 +255,15 @@ class RunServers:
             self._discovery.check()
             time.sleep(0.1)
 
-    def restored(self, version: int) -> None:
-        """Note that restarted servers hold the weights of ``version``."""
-        if self.supervisor is not None:
-            self.supervisor.restored(version)
-        self._failed_updates = 0
-
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """A block in which no server joins."""
+        """A block in which no server joins; raises as ``restart`` mends it where one of the run's own is lost."""
         with self._discovery.lock if self._discovery is not None else nullcontext():
+            self._check_own()
             self._updating = True
             try:
                 yield
+                self._failed_updates = 0
             finally:
                 self._updating = False
 
@@ -280,20 +293,15 @@ class RunServers:
     def fault_counts(self) -> dict[str, int]:
         """Count bad answers, restarts of servers, and requests and tokens that restarts resumed."""
         counts = {"faults/bad_answers": self._bad_answers}
-        if self.supervisor is not None and self.supervisor.restartable:
-            counts |= {
-                "faults/engine_restarts": self.supervisor.restarts,
-                "faults/resubmitted_requests": self.supervisor.resubmitted,
-                "faults/resumed_tokens": self.supervisor.resumed_tokens,
-            }
+        if self.members.changes:
+            counts["faults/resubmitted_requests"] = self.client.moved_requests
+            counts["faults/resumed_tokens"] = self.client.moved_tokens
+        if self.members.changes and self.own:
+            counts["faults/engine_restarts"] = self.supervisor.restarts
         if self._discovery is not None:
-            counts |= {
-                "fleet/servers": len(self.members.present()),
-                "fleet/joined": self._counts["joined"],
-                "fleet/left": sum(self._counts[what] for what in ("left", "lost")),
-                "faults/resubmitted_requests": self.client.moved_requests,
-                "faults/resumed_tokens": self.client.moved_tokens,
-            }
+            counts["fleet/servers"] = len(self.members.present())
+            counts["fleet/joined"] = self._counts["joined"]
+            counts["fleet/left"] = self._counts["left"] + self._counts["lost"]
         return counts
 
     def stop(self) -> None:

@@ -18,7 +18,6 @@ from r3train.engine.adapters import AdapterPublisher, Adapters, adapter_flags
 from r3train.engine.backend import BadAnswer, EngineDied, EngineError, Request
 from r3train.engine.control import EngineControl
 from r3train.engine.members import Members
-from r3train.engine.supervisor import EngineSupervisor, ResubmittingBackend
 from r3train.hf_checkpoint import read_headers
 from r3train.peft_files import TENSORS
 from r3train.types import RouteShape
@@ -214,27 +213,18 @@ def test_a_server_is_told_of_experts_in_one_tensor_by_that_tensors_name(tmp_path
     assert flags["lora_target_modules"] == linears
 
 
-def test_a_request_of_a_lost_server_keeps_its_version_where_versions_stay():
-    asked = []
+@pytest.mark.asyncio
+async def test_a_request_of_a_lost_server_keeps_its_version_which_stays_loaded_until_a_new_one_has_it():
+    async def gone(request, _body):
+        request.transport.abort()
 
-    class Inner:
-        async def generate(self, request):
-            asked.append(request.weight_version)
-            if len(asked) == 1:
-                raise EngineDied("connection broke")
-            return "answer"
-
-    async def run():
-        watch = EngineSupervisor([], max_restarts=1, backoff_s=0.0, health_timeout_s=1.0)
-        try:
-            backend = ResubmittingBackend(Inner(), watch, versions_stay=True)
-            call = asyncio.create_task(backend.generate(REQUEST))
-            await asyncio.sleep(0.05)
-            watch.restart()
-            watch.restored(version=4)
-            return await call
-        finally:
-            watch.close()
-
-    assert asyncio.run(run()) == "answer"
-    assert asked == [3, 3]
+    adapters, fakes, how = holding(3), (Fake(gone), Fake()), dict(versions=[3, None], changes=True)
+    async with client_of(*fakes, adapters=adapters, **how) as client:
+        call = asyncio.create_task(client.generate(REQUEST))
+        async with asyncio.timeout(20):
+            while client.members.present() != [1]:
+                await asyncio.sleep(0.01)
+        adapters.loaded(4)
+        assert adapters.retire(4) == [], "a request waits for it"
+        client.members.record(4)
+        assert (await asyncio.wait_for(call, 20)).weight_versions.tolist() == [3]

@@ -2,13 +2,11 @@
 
 import asyncio
 import json
-from types import SimpleNamespace
 
 import pytest
 from aiohttp import web
 
 from r3train.engine.backend import AnswerCutShort, AnswerLate, BadAnswer
-from r3train.engine.supervisor import ResubmittingBackend
 from tests.fakes.server import Fake, answer_to, client_of, one
 
 
@@ -101,11 +99,10 @@ async def test_a_late_answer_of_a_healthy_server_is_aborted_there_and_asked_for_
 
 async def test_the_last_late_answer_ends_the_job_with_its_sample_and_is_no_lost_server():
     fake = Fake(late(9))
-    async with client_of(fake, max_bad_answers=2, request_timeout_s=0.2) as client:
-        watch = SimpleNamespace(epoch=0, report=lambda *_: pytest.fail("all servers restarted"))
-        backend = ResubmittingBackend(client, watch)
+    options = dict(max_bad_answers=2, request_timeout_s=0.2, versions=[1], changes=True)
+    async with client_of(fake, **options) as client:
         with pytest.raises(BadAnswer, match="sample 7: no answer .* 0.2 s .bad answer 2, max_bad"):
-            await one(backend, 7)
+            await one(client, 7)
     assert fake.paths.count("/generate") == 2
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from r3train.engine.backend import BadAnswer, EngineError, EngineUnreachable, Request
+from r3train.engine.backend import BadAnswer, EngineDied, EngineError, EngineUnreachable, Request
 from r3train.engine.client import SGLangClient
 from r3train.engine.members import Members
 from r3train.engine.sglang_http import SGLangHTTP
@@ -59,6 +59,15 @@ def test_a_number_is_given_once_and_its_server_leaves_once():
     assert third == 2 and members.is_gone(0) and not members.is_gone(third)
     assert members.present() == [1] and members.all() == [None, 3, None]
     assert told == [(1, "joined", 3), (0, "lost", 3)]
+
+
+def test_one_of_the_run_that_is_started_again_joins_under_its_number_without_weights():
+    members, told = fleet(1, [3])
+    members.leave(0, "it died")
+    members.join(0, None, "started again")
+    assert members.present() == [0] and members.all() == [None] and not members.is_gone(0)
+    assert not members.is_new(0), "what it refuses is no fault of a stranger"
+    assert told == [(0, "lost", 3), (0, "joined", None)]
 
 
 def test_one_that_was_taken_back_gets_no_request_and_is_updated_until_it_leaves():
@@ -149,6 +158,44 @@ async def test_the_request_of_a_lost_server_goes_on_elsewhere_with_its_tokens_an
         segment = await asyncio.wait_for(call, 20)
         assert segment.server == 1 and segment.weight_versions.tolist() == [2]
         assert (client.moved_requests, client.moved_tokens) == (1, 5)
+
+
+async def test_the_request_of_a_server_of_the_run_that_ended_waits_until_that_has_weights_again():
+    fake, dead = Fake(gone), [EngineDied("it ended with exit code -9")]
+
+    def check():
+        for error in dead:
+            raise error
+
+    async with client_of(fake, versions=[1], changes=True, check_alive=check) as client:
+        call = asyncio.create_task(client.generate(REQUEST))
+        await wait_until(lambda: client.members.present() == [])
+        dead.clear()
+        fake.handler = labelled(2)
+        client.members.join(0, None, "started again")
+        await asyncio.sleep(0.2)
+        assert not call.done(), "it holds the checkpoint's weights"
+        client.members.record(2)
+        assert (await asyncio.wait_for(call, 20)).weight_versions.tolist() == [2]
+        assert client.moved_requests == 1
+
+
+async def test_a_server_that_was_started_again_is_not_lost_by_its_old_lifes_silence():
+    asked = []
+
+    async def silent(request, _body):
+        asked.append(request.path)
+        await asyncio.sleep(600)
+
+    how = dict(versions=[1], changes=True, request_timeout_s=0.1, health_timeout_s=600.0)
+    async with client_of(Fake(silent), **how) as client:
+        call = asyncio.create_task(client.generate(REQUEST))
+        await wait_until(lambda: "/health" in asked)
+        await asyncio.to_thread(client.members.leave, 0, "it hangs")
+        client.members.join(0, None, "started again")
+        await wait_until(lambda: client.moved_requests == 1)
+        assert client.members.present() == [0]
+        call.cancel()
 
 
 async def test_calls_to_a_server_end_when_it_leaves_for_a_host_that_vanishes_closes_nothing():

@@ -48,16 +48,16 @@ class Servers:
             raise EngineDied("killed")
         return Published(version, {}, 0, 1, 0.0)
 
-    def restart(self):
+    def restart(self, cause):
         pass
 
-    abandon = resume = restart
+    def abandon(self):
+        pass
+
+    resume = abandon
 
     def unchanged(self):
         return nullcontext()
-
-    def restored(self, version):
-        pass
 
 
 def test_new_servers_of_a_lora_run_are_sent_all_tensors_and_later_the_targets_alone(monkeypatch):
@@ -83,6 +83,29 @@ def test_new_servers_of_a_lora_run_are_sent_all_tensors_and_later_the_targets_al
         update.publish(version)
     # the first, one more, one that is lost and sent to the new servers, and one more
     assert alone == [False, True, True, False, True]
+
+
+@pytest.mark.parametrize("serving, told", [("merged", [1, 1]), ("adapter", [1])])
+def test_requests_may_take_weights_before_their_update_has_ended_and_no_adapter_before_it_is_loaded(
+    serving, told, monkeypatch
+):
+    unchecked = SimpleNamespace(require=lambda *sent, **how: None)
+    monkeypatch.setattr(weight_update, "WeightIndex", lambda *of: unchecked)
+    nothing, servers, versions = lambda **how: iter(()), Servers(lost_at=1), []
+    source = RolloutSource()
+    source.set_version = versions.append
+    update = WeightUpdate(
+        config=config(lora_rank=4, lora_serving=serving, max_engine_restarts=1),
+        hf=facts(),
+        actor=SimpleNamespace(hf_weights=nothing, adapter_weights=nothing),
+        rank_zero=RankZero(servers, servers, servers, RunDisplay(4, enabled=False), None, None),
+        turns=DeviceTurns(),
+        recovery=Recovery(servers, enabled=True),
+        run_state=None,
+        sender=None,
+    )
+    update.set_source(source)
+    assert update.publish(1)["rollout/weight_version"] == 1 and versions == told
 
 
 class Deserted(Servers):
