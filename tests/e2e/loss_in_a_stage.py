@@ -31,11 +31,11 @@ if __name__ == "__main__":
 
     made, calls = PerStagePublisher._made, []
 
-    def spoiled(self, name, arguments):
+    def spoiled(self, leader, name, arguments):
         calls.append(name)
         if name == "update_weights_from_distributed" and calls.count(name) == BUCKET:
             lose_the_server()
-        return made(self, name, arguments)
+        return made(self, leader, name, arguments)
 
     PerStagePublisher._made = spoiled
     main()
