@@ -122,7 +122,7 @@ class Rig:
         loop = self.loops[servers]
         loop._update.checksums = loop._checksums if checksums else None
         if not loop._canaries.ready:
-            loop._held.begin(self.version)
+            loop._checksums.begin(self.version)
             loop._update.publish(self.version)
             loop._canaries.begin(self.version)
             self.begun[servers] = self.weights()
@@ -245,11 +245,11 @@ def opened(family: str, dtype: str, run_dir: Path):
             own_dir.mkdir()
             routes = build_routes(config, hf)
             routes.open(actor.topology)
-            servers = RunServers(job, own_dir, display, routes)
-            closing.append(servers)
-            rollouts = GeneratedRollouts(servers)
+            run_servers = RunServers(job, own_dir, display, routes)
+            closing.append(run_servers)
+            rollouts = GeneratedRollouts(run_servers)
             closing.append(rollouts)
-            servers.wait_ready()
+            run_servers.wait_ready()
             metrics = MetricsWriter(own_dir, False)
             evidence = EvidenceWriter(own_dir, 0, "now")
             closing.append(evidence)
@@ -258,8 +258,8 @@ def opened(family: str, dtype: str, run_dir: Path):
                 hf,
                 actor,
                 rank_zero=RankZero(
-                    servers,
-                    servers.weights,
+                    run_servers,
+                    run_servers.weights,
                     rollouts,
                     display,
                     metrics,
