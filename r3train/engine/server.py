@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, KW_ONLY
 from importlib.util import find_spec
 from pathlib import Path
 from typing import IO
@@ -121,6 +122,7 @@ def server_flags(args: Mapping[str, object]) -> list[str]:
     return flags
 
 
+@dataclass(eq=False)
 class SGLangServer:
     """One SGLang server (``engine/launch_server.py``) and everything that it starts.
 
@@ -133,52 +135,39 @@ class SGLangServer:
     ValueError for a host other than loopback without a key.  Not thread-safe, except ``check_alive``.
     """
 
-    def __init__(
-        self,
-        model_path: str | Path,
-        log_path: str | Path,
-        *,
-        dtype: str = "float32",
-        server_args: Mapping[str, object] | None = None,
-        return_routed_experts: bool = False,
-        return_indexer_topk: bool = False,
-        exact_boundaries: bool = True,
-        seed: int = 42,
-        start_timeout_s: float = 300.0,
-        on_progress: OnProgress | None = None,
-        host: str = "127.0.0.1",
-        port: int | None = None,
-        device: str | None = None,
-        api_key: str | None = None,
-        env_names: Collection[str] = (),
-        adapter_flags: Mapping[str, object] | None = None,
-    ) -> None:
-        given = {k.lstrip("-").replace("-", "_"): v for k, v in (server_args or {}).items()}
+    model_path: str | Path
+    log_path: str | Path
+    _: KW_ONLY
+    dtype: str = "float32"
+    server_args: Mapping[str, object] = field(default_factory=dict)
+    return_routed_experts: bool = False
+    return_indexer_topk: bool = False
+    exact_boundaries: bool = True
+    seed: int = 42
+    start_timeout_s: float = 300.0
+    on_progress: OnProgress | None = None
+    host: str = "127.0.0.1"
+    port: int | None = None  # None: a free one
+    device: str | None = None
+    api_key: str | None = None
+    env_names: Collection[str] = ()
+    adapter_flags: Mapping[str, object] | None = None
+
+    def __post_init__(self) -> None:
+        self.server_args = {
+            name.lstrip("-").replace("-", "_"): value for name, value in self.server_args.items()
+        }
         check_server_flags(
-            given,
-            replay=return_routed_experts,
-            indexer=return_indexer_topk,
-            adapters=adapter_flags is not None,
+            self.server_args,
+            replay=self.return_routed_experts,
+            indexer=self.return_indexer_topk,
+            adapters=self.adapter_flags is not None,
         )
-        self.model_path = str(model_path)
-        self.log_path = Path(log_path)
-        self.dtype = dtype
-        self.server_args = given
-        self.return_routed_experts = return_routed_experts
-        self.return_indexer_topk = return_indexer_topk
-        self.exact_boundaries = exact_boundaries
-        self.seed = seed
-        self.start_timeout_s = start_timeout_s
-        self.on_progress = on_progress
-        self.host = host
-        self.port = port or free_port(host)
-        self.device = device
-        self.api_key = api_key
-        self.env_names = env_names
-        self.adapter_flags = adapter_flags
-        if api_key is None and not is_loopback(host):
+        self.model_path, self.log_path = str(self.model_path), Path(self.log_path)
+        self.port = self.port or free_port(self.host)
+        if self.api_key is None and not is_loopback(self.host):
             raise ValueError(
-                f"a server at {host} without a key: whoever reaches it could generate and replace"
+                f"a server at {self.host} without a key: whoever reaches it could generate and replace"
                 f" its weights; set {ENGINE_KEY_VARIABLE} to the same key here and where the trainer"
                 " runs (openssl rand -hex 16 makes one), or bind it to 127.0.0.1"
             )
