@@ -268,8 +268,10 @@ def test_generation_and_training_of_equal_cost_overlap_wholly():
 
     sync_s, sync_shares = step_s(0)
     async_s, _ = step_s(1)
-    assert sync_s == pytest.approx(2 * side_s) and async_s == pytest.approx(side_s)
-    assert sync_shares == pytest.approx({"waiting_s": 0.5, "idle_s": 0.5})
+    # a tick of the loop may pass between two calls of the training thread
+    assert sync_s == pytest.approx(2 * side_s, rel=0.1)
+    assert async_s == pytest.approx(side_s, rel=0.1)
+    assert sync_shares == pytest.approx({"waiting_s": 0.5, "idle_s": 0.5}, abs=0.05)
 
 
 @pytest.mark.parametrize("mode", ["drain", "in_place", "abort"])
