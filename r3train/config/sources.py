@@ -39,6 +39,8 @@ TABLE_FIELDS = ("transformer_overrides", "optimizer_overrides", "sglang")
 MOST_SHOWN = 1000
 # a field that only a TOML file can set
 FILE_FIELD = "datasets"
+# ways to name the servers: a flag of one takes the place of a file's other
+_SERVERS = {"rollout_engines_file", "rollout_external_engine_addrs"}
 # further names of settings, as flags and as keys of a file -> their names
 ALIASES = {"r3_audit_share": "r3_recheck_share", "use_tensorboard": "tensorboard"}
 
@@ -149,6 +151,9 @@ def merge(
                 tables.setdefault("replay", {})["r3_mismatch_threshold"] = value
                 origin["r3_mismatch_threshold"] = f"environment variable {variable}"
                 break
+    if given := _SERVERS & flags.keys():
+        for name in _SERVERS - given:
+            tables.get(known[name].section, {}).pop(name, None)
     for name, value in flags.items():
         if name not in known:
             raise ConfigError(f"unknown setting {name}.{nearest(name, known)}")

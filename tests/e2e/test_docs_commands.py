@@ -164,8 +164,11 @@ def test_the_commands_of_a_page_run(page, checkout, once, engine, monkeypatch):
         elif kind in (Kind.DRY, Kind.PLAN):
             trains = "r3train train" in command or "train_async" in command
             if kind is Kind.PLAN and trains:  # the recipe's servers are elsewhere, or the command's
-                command = re.sub(r" --rollout-external-engine-addrs \S+", "", command)
-                command += f" --rollout-external-engine-addrs {engine}"
+                if file := re.search(r" --rollout-engines-file (\S+)", command):
+                    (checkout / file[1]).write_text(f"{engine}\n")
+                else:
+                    command = re.sub(r" --rollout-external-engine-addrs \S+", "", command)
+                    command += f" --rollout-external-engine-addrs {engine}"
             # a page that binds a server beyond loopback says to export its key
             if trains:
                 assert "[model]" in dry_run(f"{KEY} {command}", checkout, monkeypatch)

@@ -90,6 +90,19 @@ def test_flags_win_over_the_file_and_the_file_over_the_default(tmp_path):
     assert (made.trainer.lr, made.trainer.seed, made.trainer.clip_grad) == (0.25, 7, 1.0)
 
 
+@pytest.mark.parametrize("flag", ["rollout_engines_file", "rollout_external_engine_addrs"])
+def test_a_flag_that_names_servers_takes_the_place_of_the_files_way(flag, tmp_path):
+    ways = {"rollout_engines_file": "servers", "rollout_external_engine_addrs": ["a:1"]}
+    [key] = ways.keys() - {flag}
+    text = f"[rollout]\n{key} = {ways[key]!r}\n"
+    path = toml(tmp_path, f'{text}[trainer]\nupdate_weight_transfer_mode = "disk"\n')
+    by_flag = RunConfig.from_toml(path, {**REQUIRED, flag: ways[flag]}).rollout
+    alone = config(**{flag: ways[flag]}, update_weight_transfer_mode="disk").rollout
+    assert by_flag == alone
+    both = RunConfig.from_toml(path, {**REQUIRED, **ways}).rollout
+    assert both.rollout_engines_file and both.rollout_external_engine_addrs, "refused by their rule"
+
+
 def test_flags_add_to_the_tables_of_the_file(tmp_path):
     path = toml(
         tmp_path,
