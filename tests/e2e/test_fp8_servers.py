@@ -168,7 +168,7 @@ def update(tiny, tmp_path_factory) -> Iterator[WeightUpdate]:
             servers.wait_ready()
             rank_zero = RankZero(servers, servers.weights, None, display, None, None)
             checksums = ServerChecksums(config, rank_zero, EvidenceWriter(run_dir, 0, "start"))
-            held.begin(0)
+            checksums.begin(0)
             yield WeightUpdate(
                 config=config,
                 hf=hf,

@@ -101,9 +101,6 @@ async def played(server, harness: Callable[[Ask], Awaitable[None]]) -> tuple[Ses
         # the server stops at the checkpoint's end token whatever it is asked, as in a job
         stop_token_ids=(*words.encode("<|end|>"), END_TOKEN),
         max_context_len=900,
-        history="append",
-        max_calls=64,
-        max_answer_len=None,
     )
 
     async def generate(sample: RolloutSample, limit: int) -> RolloutSample:

@@ -34,6 +34,7 @@ from r3train.engine.backend import EngineError  # noqa: E402
 from r3train.engine.server import SGLangServer  # noqa: E402
 from r3train.host_group import join_ranks  # noqa: E402
 from r3train.launch.start.build_actor import build_actor  # noqa: E402
+from r3train.launch.start.rollouts import GeneratedRollouts  # noqa: E402
 from r3train.launch.start.servers import RunServers  # noqa: E402
 from r3train.launch.job.checked_job import Job  # noqa: E402
 from r3train.launch.job.resume import ResumePoint  # noqa: E402
@@ -159,7 +160,7 @@ def run(request, checkpoint, tmp_path_factory):
         store = torch.distributed.FileStore(str(run_dir / "store"), 1)
         join_ranks("auto", store, 0, 1, timeout=timedelta(minutes=5))
         display = RunDisplay(1, enabled=False)
-        loops, servers = {}, []
+        loops, closing = {}, []
         try:
             actor = None
             for kind in KINDS:
@@ -169,8 +170,11 @@ def run(request, checkpoint, tmp_path_factory):
                 actor = actor or build_actor(job, DEVICE, ResumePoint())
                 routes = build_routes(job.config, hf)
                 routes.open(actor.topology)
-                servers.append(RunServers(job, run_dir, display, routes))
-                servers[-1].wait_ready()
+                servers = RunServers(job, run_dir, display, routes)
+                closing.append(servers)
+                servers.wait_ready()
+                rollouts = GeneratedRollouts(servers)
+                closing.append(rollouts)
                 metrics = MetricsWriter(run_dir, False)
                 evaluations = Evaluations([], {}, metrics, display)
                 loops[kind] = AsyncLoop(
@@ -178,7 +182,7 @@ def run(request, checkpoint, tmp_path_factory):
                     hf,
                     actor,
                     rank_zero=RankZero(
-                        servers[-1], servers[-1].weights, None, display, metrics, evaluations
+                        servers, servers.weights, rollouts, display, metrics, evaluations
                     ),
                     evidence=None,
                     run_state=SimpleNamespace(),
@@ -186,7 +190,7 @@ def run(request, checkpoint, tmp_path_factory):
                 )
             yield Run(job.config, hf, actor, loops, run_dir)
         finally:
-            for each in servers:
+            for each in closing[::-1]:
                 each.close()
             topology.shutdown()
 
