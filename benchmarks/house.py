@@ -145,7 +145,7 @@ def _imported(tree: ast.Module, modules: dict[str, Path]) -> Iterator[str]:
 
 
 def climbs(house: House, tree: Path, package: str) -> list[tuple[str, str]]:
-    """Imports from a room to one that the first contract of pyproject.toml puts above it, or beside it as independent."""
+    """Imports from a room to one that the first contract of pyproject.toml puts above it, or next to it as independent."""
     pyproject = tomllib.loads((tree / "pyproject.toml").read_text(encoding="utf-8"))
     contracts = pyproject["tool"]["importlinter"]["contracts"]
     layers = next(c["layers"] for c in contracts if c["type"] == "layers")

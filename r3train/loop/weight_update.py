@@ -250,9 +250,8 @@ class WeightUpdate:
         self.turns.onload_server_weights()
         publisher = self.rank_zero.weights.publisher
         update.published = publisher.publish(update.weights, version=update.version)
-        if (
-            not self.config.serves_adapters
-        ):  # these are compared with the checkpoint when they are written
+        # adapters are compared with the checkpoint when they are written
+        if not self.config.serves_adapters:
             self._weight_index.require(
                 update.published.sent,
                 update.published.num_bytes,

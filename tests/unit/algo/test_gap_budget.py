@@ -107,23 +107,27 @@ def test_the_parts_that_were_measured_add_up_to_the_gap_within_a_tenth(ages):
 def test_what_older_tokens_have_changes_no_part_that_was_measured_at_equal_weights(has_cache):
     """Rounding is all there is, and server and kernels add up to more than the gap."""
     rng = np.random.default_rng(0)
-    read = [0.01 * rng.standard_normal(1000) for _ in range(5)]
-    canaries = CanaryLogProbs(*read[:2], None, *(read[2:4] if has_cache else (None, None)))
-    own = gap_stats(np.zeros(1000), 0.005 * rng.standard_normal(1000))
+    server, actor, early, warm, again = (0.01 * rng.standard_normal(1000) for _ in range(5))
+    canaries = CanaryLogProbs(server, actor)
+    if has_cache:
+        canaries = CanaryLogProbs(server, actor, early=early, warm=warm)
+    newest = gap_stats(np.zeros(1000), 0.005 * rng.standard_normal(1000))
 
     def parts(older: float) -> dict[str, float]:
         metrics = {"train/num_loss_tokens": 2000, "train/loss_tokens_rows_cached": 2000}
         for stat in ADDED:
-            whole = (own[stat] + older) / 2
-            each = {"": whole, "_age_0": own[stat], "_age_3": older}
+            whole = (newest[stat] + older) / 2
+            each = {"": whole, "_age_0": newest[stat], "_age_3": older}
             metrics |= {f"train/log_prob_gap_{stat}{of}": gap for of, gap in each.items()}
         metrics |= {f"train/loss_tokens_age_{age}": 1000 for age in (0, 3)}
-        again = read[4], np.zeros(1000)
-        found = gap_budget(metrics, rechecked=again, canaries=canaries, replayed=True, flushed=True)
+        rechecked = again, np.zeros(1000)
+        found = gap_budget(
+            metrics, rechecked=rechecked, canaries=canaries, replayed=True, flushed=True
+        )
         return {k: v for k, v in found.items() if not k.startswith(("gap/staleness", "gap/rest"))}
 
     assert len(parts(0.0)) >= 8
-    assert parts(own["k3"]) == parts(0.01) == parts(1.0)
+    assert parts(newest["k3"]) == parts(0.01) == parts(1.0)
 
 
 def test_without_canaries_tokens_of_the_actors_own_weights_tell_what_staleness_adds():

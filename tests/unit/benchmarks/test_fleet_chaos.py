@@ -33,14 +33,14 @@ def ended(tmp_path, monkeypatch):
             "run",
             lambda words, **_: subprocess.CompletedProcess(words, code),
         )
-        of_steps = [groups[first : first + GROUPS] for first in range(0, len(groups), GROUPS)]
+        groups_by_step = [groups[first : first + GROUPS] for first in range(0, len(groups), GROUPS)]
         lines = [
             {
                 "step": step,
-                "group_ids": list(of_step),
-                "sample_ids": [[2 * group, 2 * group + 1] for group in of_step],
+                "group_ids": list(groups_of_step),
+                "sample_ids": [[2 * group, 2 * group + 1] for group in groups_of_step],
             }
-            for step, of_step in enumerate(of_steps)
+            for step, groups_of_step in enumerate(groups_by_step)
         ]
         (tmp_path / "hf").mkdir()
         append_lines(tmp_path / prompt_log.FILE, lines)

@@ -174,8 +174,8 @@ async def ask_external(tiny: Path, info: dict, *flags: str, **model: str):
     """The dry run with a server that says ``info`` of itself, and ``model`` of its model."""
 
     async def answer(request, _body):
-        of_model = {"weight_version": "0", **model}
-        return web.json_response(info if request.path == "/server_info" else of_model)
+        model_info = {"weight_version": "0", **model}
+        return web.json_response(info if request.path == "/server_info" else model_info)
 
     async with Fake(answer).running() as addr:
         address = ["--rollout-external-engine-addrs", addr]
@@ -186,8 +186,8 @@ async def judge_external(config: RunConfig, info: dict, hf=None) -> None:
     """Check a server that says ``info`` of itself."""
 
     async def answer(request, _body):
-        of_model = {"weight_version": "0"}
-        return web.json_response(info if request.path == "/server_info" else of_model)
+        model_info = {"weight_version": "0"}
+        return web.json_response(info if request.path == "/server_info" else model_info)
 
     async with Fake(answer).running() as addr:
         await asyncio.to_thread(check_external_server, config, hf, addr, None)
