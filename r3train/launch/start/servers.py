@@ -216,7 +216,7 @@ class RunServers:
             # requests wait for a server, and nobody can join
             if self._updating and self.is_deserted:
                 raise EngineUnreachable("there is no server")
-            if self.members.present() and not self.members.holders(0):
+            if self.members.present() and not self.members.ready():
                 raise EngineUnreachable("servers have joined, and none holds the newest weights")
 
     def restart(self, cause: str) -> None:

@@ -111,7 +111,7 @@ async def test_by_broadcast_it_joins_without_weights_and_so_does_one_that_nobody
     async with fleet(tmp_path, monkeypatch, Server(), Server(), gives=False) as it:
         it.name(0, 1)
         await until(lambda: it.members.present() == [0, 1])
-        assert it.members.holders(0) == [0]
+        assert it.members.ready() == [0]
     async with fleet(tmp_path, monkeypatch, Server(), second := Server()) as it:
         it.members.record(None)  # as after an update that failed
         it.name(0, 1)
