@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from r3train.config.files import load_json_object
+from r3train.families.hf_facts import HfModelFacts
+from r3train.families.read_facts import read_hf_facts
 
 _WEIGHTS = "the run sends the weights of --hf-checkpoint's model, as they are"
 _SAMPLING = "every request carries --rollout-temperature, --rollout-top-p and --rollout-top-k"
@@ -20,6 +22,8 @@ _ONE_FILE = (
     "settings in a file of their own would pass unchecked: write them under [rollout.sglang]"
 )
 
+# facts of a model that tell it from another one: SGLang ends where it loads tensors of other shapes
+_SIZES = ("model_type", "num_hidden_layers", "num_experts", "hidden_size", "vocab_size")
 # field -> the flag of ours that decides it, or the reason why no flag may
 DECIDED_BY_THE_RUN: dict[str, str] = {
     "model_path": "set --hf-checkpoint, from which the actor starts too",
@@ -299,10 +303,11 @@ SGLANG_RELEASE = "0.5.23"
 _QUANTISES = ("quantization", "modelopt_quant", "quantize_and_serve", "rl_quant_profile")
 
 
-def foreign(info: Settings, model: Settings) -> Iterator[str]:
-    """Yield what a server of somebody else's cannot be taken for: another release, or weights in another form.
+def foreign(info: Settings, model: Settings, hf: HfModelFacts | None) -> Iterator[str]:
+    """Yield what a server of somebody else's cannot be taken for: another release or model, or weights in another form.
 
     info, model: its answers to ``/server_info`` and ``/model_info``.  A checkpoint is read where it is here too.
+    hf: of the run's model, None if it is not known.
     """
     version = info.get("version")
     if str(version).partition("+")[0].partition(".post")[0] != SGLANG_RELEASE:
@@ -321,6 +326,11 @@ def foreign(info: Settings, model: Settings) -> Iterator[str]:
             f"serves {path.parent}, which is quantised ({method}), and {why}: start it from --hf-checkpoint, or let the"
             " run start servers of fp8 (--rollout-weights fp8)"
         )
+    if path.is_file() and hf is not None:
+        held = read_hf_facts(path.parent)
+        for name in _SIZES:
+            if (value := getattr(held, name)) != getattr(hf, name):
+                yield f"serves {path.parent}, whose {name} is {value}, and that of {hf.path} is {getattr(hf, name)}"
 
 
 def settings_of_a_server(info: Any) -> Settings:

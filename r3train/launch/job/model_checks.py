@@ -89,7 +89,7 @@ def check_external_server(
     try:
         with EngineControl([address], api_key=api_key, timeout_s=_ANSWER_S) as control:
             model, info = control.model_info()[0], control.server_info()[0]
-            raise_all([f"engine {address} {text}" for text in foreign(info, model)])
+            raise_all([f"engine {address} {text}" for text in foreign(info, model, hf)])
             control.require_settings(
                 replay=config.replay.use_rollout_routing_replay,
                 indexer=hf is not None and replayed_index_topk(config, hf) is not None,

@@ -10,6 +10,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
+from r3train.config.files import load_json_object
 from r3train.config.sources import raise_all
 from r3train.data.json_lines import append_lines
 from r3train.engine.adapters import Adapters
@@ -42,7 +43,7 @@ _MOST_FAILED_UPDATES = 3
 class RunServers:
     """The servers of a run, started here or named; after ``wait_ready`` with ``control`` and ``weights``.
 
-    servers: those of this run, where they were started already.  client: of rollouts, once they are generated.
+    prepared: those of this run that import already.  client: of rollouts, once they are generated.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class RunServers:
         run_dir: Path,
         display: RunDisplay,
         routes: Routes,
-        servers: Sequence[SGLangServer] = (),
+        prepared: Sequence[SGLangServer] = (),
     ):
         self.job, self.run_dir, self.display, self.routes = job, run_dir, display, routes
         config = job.config
@@ -66,7 +67,7 @@ class RunServers:
         self.weights: ServerWeights | None = None
         self.text_ends: dict[int, range | None] = {}
         self.pool_facts: str | None = None  # how much their KV pools hold
-        self.own = list(servers)
+        self.own = list(prepared)
         self.supervisor: EngineSupervisor | None = None  # of them
         self._discovery: Discovery | None = None
         self._counts = Counter[str]()  # servers that joined and left
@@ -80,7 +81,8 @@ class RunServers:
 
         num_ranks: ranks of this node, which take the first GPUs; None means as torchrun says.
         """
-        self.own = self.own or start_servers(self.job, self.run_dir, num_ranks)
+        if not any(server.started for server in self.own):
+            self.own = start_servers(self.job, self.run_dir, num_ranks, self.own)
 
     def wait_ready(self) -> None:
         """Wait for the servers, show their progress, and refuse those that do not go with the run."""
@@ -159,7 +161,8 @@ class RunServers:
         self.routes.require_reach([addr], self.api_key)
         self.weights.publisher.require_reach(addr)
         layout, present = self.weights.read_layout(server), self.members.present()
-        expected = {"dtype": config.server_dtype}
+        content = load_json_object(self.job.hf.path / "config.json")
+        expected = {"dtype": config.server_dtype, "architectures": content.get("architectures")}
         if present:
             expected = self.weights.layout(present[0])
         raise_all(
@@ -216,7 +219,7 @@ class RunServers:
             # requests wait for a server, and nobody can join
             if self._updating and self.is_deserted:
                 raise EngineUnreachable("there is no server")
-            if self.members.present() and not self.members.ready():
+            if self.members.present() and not self.members.holders(0):
                 raise EngineUnreachable("servers have joined, and none holds the newest weights")
 
     def restart(self, cause: str) -> None:
