@@ -71,14 +71,19 @@ class _OnItsWay:
 
 
 class WeightPublisher:
-    """Sends one version of the weights to all servers; nothing may be generated meanwhile, and no server may join."""
+    """Sends one version of the weights to all servers; nothing may be generated meanwhile, and no server may join.
+
+    overwrites: no update may come while ``give`` goes on either.
+    """
+
+    overwrites = False
 
     def publish(self, named_tensors: NamedTensors, *, version: int) -> Published:
         """Send every tensor; ``version`` is the servers' new label."""
         raise NotImplementedError
 
     def send(self, weights: Iterator[tuple[str, torch.Tensor]], *, version: int) -> None:
-        """Send this rank's part of an update, on a rank other than 0."""
+        """Send this rank's part of an update, on a rank next to rank 0."""
         self.publish(weights, version=version)
 
     def give(self, server: int) -> int | None:

@@ -49,14 +49,20 @@ class DiskPublisher(WeightPublisher):
         self._flush_cache = flush_cache
         self.newest: Path | None = None
         self._version: int | None = None  # of it, once servers hold it
+        self._given: list[Path] = []  # which servers that join load now
 
     def give(self, server: int) -> int | None:
-        """Let a server that joins load the newest version."""
-        if self._version is not None:
-            self._engine.update_weights_from_disk(
-                str(self.newest), weight_version=self._version, server=server
-            )
-        return self._version
+        """Let a server that joins load the newest version; an update may come meanwhile, and leaves it there."""
+        version, directory = self._version, self.newest
+        if version is not None:
+            self._given.append(directory)
+            try:
+                self._engine.update_weights_from_disk(
+                    str(directory), weight_version=version, server=server
+                )
+            finally:
+                self._given.remove(directory)
+        return version
 
     def publish(self, named_tensors: NamedTensors, *, version: int) -> Published:
         """Write one version, let every server load it, and remove the older ones.
@@ -79,7 +85,7 @@ class DiskPublisher(WeightPublisher):
         )
         self._version = version
         for path in self._directory.iterdir():
-            if path != final and _VERSION_DIR.fullmatch(path.name):
+            if path not in (final, *self._given) and _VERSION_DIR.fullmatch(path.name):
                 shutil.rmtree(path, ignore_errors=True)
         seconds = time.monotonic() - began
         return Published(version, read_headers(final), num_bytes, num_shards, seconds)

@@ -42,6 +42,8 @@ class SharedMemoryPublisher(WeightPublisher):
     other than 0 have no ``engine``.
     """
 
+    overwrites = True
+
     def __init__(
         self,
         engine: EngineControl | None,

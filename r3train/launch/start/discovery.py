@@ -1,6 +1,6 @@
-"""Discovery of servers (--rollout-engines-file): those of others join a run and leave it while it goes on; a thread of rank 0.
+"""Discovery of servers (--rollout-engines-file): those of others join a run and leave it while it goes on; threads of rank 0.
 
-Every second it reads the addresses that are named, and asks all members for a sign of life:
+Every second one reads the addresses that are named, and asks all members for a sign of life; another for each address admits it:
 
     a new address         the run's checks, the newest weights, the checksums of a server that holds them: it joins
                           without such a server, or by broadcast: it joins, and gets its first request after an update
@@ -8,7 +8,8 @@ Every second it reads the addresses that are named, and asks all members for a s
     one that is away      no new request; it leaves when its calls have ended
     no sign of life       it leaves, and its calls go on elsewhere
 
-``lock`` is held while a server gets weights, and while an update goes on: nobody joins in the middle of one.
+``lock`` is held while an update goes on: nobody joins in the middle of one.  No update waits for a server that joins: one that
+has loaded weights meanwhile which are the newest no more joins as by broadcast.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 from r3train.engine.address_files import read_addresses
-from r3train.engine.backend import EngineBusy, EngineError, EngineUnreachable
+from r3train.engine.backend import EngineBusy, EngineError, EngineUnreachable, ServerLeft
 from r3train.engine.control import EngineControl
 from r3train.engine.members import Members
 from r3train.engine.publish import WeightPublisher
@@ -31,6 +33,7 @@ logger = logging.getLogger(__name__)
 EVERY_S = 1.0
 AGAIN_S = 5.0
 _SAID_EVERY_S = 30.0
+_AFTER_AN_UPDATE = "it gets its first request after an update"
 
 
 @dataclass(eq=False)
@@ -58,6 +61,7 @@ class Discovery:
         self._numbers: dict[str, int] = {}  # of named servers, by URL
         self._not_before: dict[str, float] = {}  # when one is tried again
         self._banned: set[str] = set()  # until their names were away
+        self._tried: set[str] = set()  # in a thread each
         self._said: dict[str, str] = {}  # why a server was refused
         self._alive: dict[int, float] = {}  # the last sign of life
         self._deserted_since = self._next_line = 0.0
@@ -97,13 +101,25 @@ class Discovery:
         if named is not None:
             self._take_back(named)
         self.let_lost_leave()
-        if named is not None:
-            for url in sorted(named - self._banned):
-                server = self._numbers.get(url)
-                was_member = server in self.members.present() or self.members.is_gone(server)
-                if server is None or not was_member:
-                    self._try(url)
+        for url in sorted((named or set()) - self._banned - self._tried):
+            server = self._numbers.get(url)
+            was_member = server in self.members.present() or self.members.is_gone(server)
+            # the first alone: the others are compared with it
+            waits = self._tried and not self.members.present()
+            waits = waits or time.monotonic() < self._not_before.get(url, 0.0)
+            if not (was_member or waits):
+                self._tried.add(url)
+                threading.Thread(target=self._admit, args=(url,), daemon=True).start()
         self._say_if_deserted()
+
+    def _admit(self, url: str) -> None:
+        try:
+            self._try(url)
+        except Exception:  # noqa: BLE001 - the run goes on with the servers that it has
+            if not self._closed.is_set():
+                logger.exception("%s, which is to join", url)
+        finally:
+            self._tried.discard(url)
 
     def _read(self) -> set[str] | None:
         """The URLs that are named; None where they cannot be read, or are being written."""
@@ -120,7 +136,8 @@ class Discovery:
 
     def _take_back(self, named: set[str]) -> None:
         self._banned &= named
-        self._said = {url: why for url, why in self._said.items() if url in named}
+        for url in self._said.keys() - named:
+            self._said.pop(url, None)
         present = self.members.present()
         for url, server in list(self._numbers.items()):
             if self.members.is_gone(server):
@@ -136,11 +153,11 @@ class Discovery:
     def let_lost_leave(self) -> None:
         """Let servers leave that give no sign of life."""
         # SGLang answers /health by a token of its own, which waits while weights are loaded
-        loads, now = not self.members.ready(), time.monotonic()
+        loads, now = not self.members.holders(0), time.monotonic()
         errors = self.control.look_for_life(
             "/model_info" if loads else "/health", self.health_timeout_s
         )
-        if not loads and not self.members.ready():
+        if not loads and not self.members.holders(0):
             return  # an update has begun
         for server, error in errors.items():
             if error is None:
@@ -152,38 +169,48 @@ class Discovery:
                 self.members.leave(server, f"no sign of life: {error}")
 
     def _try(self, url: str) -> None:
-        if time.monotonic() < self._not_before.get(url, 0.0):
-            return
         began = time.monotonic()
         if url not in self._numbers:
             self._numbers[url] = self.members.number(url)
-        server, examined = self._numbers[url], False
+        server, newest = self._numbers[url], None
         try:
             self.examine(server)
-            examined = True
             with self.lock:
-                version, why = self._bring(server)
+                newest = self._held()
+            version, why = self._bring(server, newest)
+            with self.lock:
+                if url not in self._named:
+                    raise ServerLeft(f"{self.source} does not name it any more")
+                if self._held() != newest:
+                    version, why = None, _AFTER_AN_UPDATE
                 self.members.join(server, version, f"{why}, {time.monotonic() - began:.2f} s")
             self._said.pop(url, None)
         except (EngineError, ValueError) as error:
             self._not_before[url] = time.monotonic() + AGAIN_S
-            if examined and not isinstance(error, (EngineBusy, EngineUnreachable)):
+            was_updated = newest is None or self._held() != newest
+            if not was_updated and not isinstance(error, (EngineBusy, EngineUnreachable)):
                 self._banned.add(url)
             if self._said.get(url) != str(error):
                 self._said[url] = str(error)
                 self.members.refuse(server, str(error))
 
-    def _bring(self, server: int) -> tuple[int | None, str]:
+    def _held(self) -> int | None:
+        """The newest version, if a server holds it: not in an update, nor after one that failed."""
+        newest = self.members.newest
+        return newest if newest is not None and self.members.holders(newest) else None
+
+    def _bring(self, server: int, newest: int | None) -> tuple[int | None, str]:
         """Bring a server to the newest weights; returns their version, None where an update has to, and how it was judged.
 
         Raises ValueError for one that then holds others.
         """
-        newest = self.members.newest
-        twins = self.members.holders(newest) if newest is not None else []
-        # without one to compare with, all ranks send the weights, and the actor judges
-        version = self.publisher().give(server) if twins else None
-        if version is None:
-            return None, "it gets its first request after an update"
+        publisher, version = self.publisher(), None
+        if newest is not None:  # else all ranks send the weights, and the actor judges
+            with self.lock if publisher.overwrites else nullcontext():
+                version = publisher.give(server)
+        twins = self.members.holders(version) if version is not None else []
+        if not twins:
+            return None, _AFTER_AN_UPDATE
         label = self.control.weight_versions([server])[server]
         checksums = self.control.weight_checksums([server, twins[0]])
         held, expected = checksums[server], checksums[twins[0]]

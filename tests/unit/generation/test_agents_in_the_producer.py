@@ -64,10 +64,7 @@ async def three_turns_and_a_fork(access: Access) -> float:
     return 1.0
 
 
-def producer_of(
-    engine, agent, *, most=4, recheck_share=0.0, on_failure="error", start=0, **rollout
-):
-    """A producer of an agent's sessions; engine: a backend, or what makes one in the producer's loop."""
+def producer_of(engine, agent, *, most=4, recheck_share=0.0, on_failure="error", **rollout):
     play = Play()
     sampling = SamplingParams(500)
     settings = replace(play.settings, max_context_len=2000, max_calls=CALLS)
@@ -85,7 +82,7 @@ def producer_of(
     )
     producer = Producer(
         rollout_section(**{"rollout_max_concurrency": 4, **rollout}),
-        engine if callable(engine) else lambda: engine,
+        lambda: engine,
         prompt_for,
         RequestSettings(sampling),
         episodes=Episodes(
@@ -96,7 +93,6 @@ def producer_of(
             stats=agents.stats,
         ),
         recheck_share=recheck_share,
-        start_rollout=start,
     )
     producer.agents = agents
     return producer
