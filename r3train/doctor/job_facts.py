@@ -8,6 +8,7 @@ from r3train.config import RunConfig
 from r3train.families.hf_facts import HfModelFacts
 from r3train.engine.control import EngineControl
 from r3train.engine.key import engine_api_key
+from r3train.engine.sglang_http import HTTPSettings
 from r3train.launch.job.checked_job import Job
 from r3train.launch.job.finding import Findings, fact, ok, warning
 
@@ -33,7 +34,8 @@ def check_pools(config: RunConfig, job: Job) -> Findings:
     addrs = rollout.rollout_external_engine_addrs
     if addrs:
         # preflight has asked them for other facts
-        with EngineControl(addrs, api_key=engine_api_key(os.environ), timeout_s=5.0) as control:
+        settings = HTTPSettings(api_key=engine_api_key(os.environ), request_timeout_s=5.0)
+        with EngineControl(addrs, settings) as control:
             pool = control.pool_tokens()
     else:
         given = rollout.sglang.get("max_total_tokens")

@@ -14,7 +14,7 @@ import time
 from collections import OrderedDict, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -41,6 +41,7 @@ from r3train.engine.score import GivenText, rechecked, score
 from r3train.engine.sglang_http import (
     ASKED_AGAIN,
     ID_BYTES,
+    HTTPSettings,
     SGLangHTTP,
     Tries,
     bound_of_routes,
@@ -108,83 +109,65 @@ class DirectTransport:
         """Do nothing: nothing is open."""
 
 
+@dataclass(eq=False)
 class SGLangClient:
-    """Generation over one or more servers (implements ``RolloutBackend``).
+    """Generation over one or more servers (implements ``RolloutBackend``), from a single event loop.
 
     A group's samples go to one server, where its prompt is cached; a new group goes to the least loaded
-    one.  Use it from a single event loop.  Where ``members`` change, a request whose server is lost goes on at another or a new one, with
-    the newest weights.  ``routes`` is the shape of an answer's rows; with None the
-    client does not ask for routed experts.  ``sent_routes`` is their shape as servers send them, where
-    the transport makes something else of them.  With ``index_topk``, the tokens that an indexer chooses for a
-    row, answers with routes bring its choices too.  A request
-    never goes to one of ``members`` without the weights that it asks for.  ``cache_per_version`` hides prefixes cached
-    under one version from requests of another, where a flush is impossible because requests are
-    running.  ``transport`` carries requests whose answers hold routes.  A request whose server is busy or whose
-    answer was bad is sent again as ``Tries`` says, to another server where there is one; ``on_bad_answer`` is called
-    for each.  An answer that is not there within ``request_timeout_s`` is a
-    bad one, if ``/health`` answers within ``health_timeout_s``.  On ``shared_servers`` only requests of
-    this client are ever aborted.  With ``adapters`` a request names the adapter of its version, which
-    stays loaded until the answer has come, and its tokens are of that version.  ``vocab_size`` bounds the
-    ids of tokens; ``ends_at(server)`` is as in ``Sent``.
+    one.  Where ``members`` change, a request whose server is lost goes on at another or a new one, with
+    the newest weights.  A request never goes to one of ``members`` without the weights that it asks for.
+    One whose server is busy or whose answer was bad is sent again as ``Tries`` says, to another server where
+    there is one.
     """
 
-    def __init__(
-        self,
-        servers: Members | Sequence[str],
-        *,
-        routes: RouteShape | None = None,
-        sent_routes: RouteShape | None = None,
-        index_topk: int | None = None,
-        api_key: str | None = None,
-        request_timeout_s: float = 300.0,
-        check_alive: Callable[[], None] | None = None,
-        cache_per_version: bool = False,
-        transport: Transport | None = None,
-        max_bad_answers: int = 1,
-        on_bad_answer: Callable[[], None] | None = None,
-        shared_servers: bool = False,
-        health_timeout_s: float = 60.0,
-        adapters: Adapters | None = None,
-        vocab_size: int | None = None,
-        ends_at: Callable[[int], range | None] = lambda server: None,
-    ) -> None:
+    members: Members | Sequence[str]  # or the addresses of servers that stay
+    settings: HTTPSettings = HTTPSettings()
+    _: KW_ONLY
+    # the shape of an answer's rows; None: no routed experts are asked for
+    routes: RouteShape | None = None
+    # their shape as servers send them, where the transport makes something else of them
+    sent_routes: RouteShape | None = None
+    # the tokens that an indexer chooses for a row: answers with routes bring its choices too
+    index_topk: int | None = None
+    # an answer that is late is a bad one if /health answers within this
+    health_timeout_s: float = 60.0
+    # hides prefixes cached under one version from others, where running requests make a flush impossible
+    cache_per_version: bool = False
+    # carries requests whose answers hold routes; None: straight to the server
+    transport: Transport | None = None
+    # other jobs use them, so only requests of this client are ever aborted
+    shared_servers: bool = False
+    # a request names the adapter of its version, which stays loaded until the answer has come
+    adapters: Adapters | None = None
+    # bounds the ids of tokens
+    vocab_size: int | None = None
+    # see Sent; of a server
+    ends_at: Callable[[int], range | None] = lambda server: None
+
+    def __post_init__(self) -> None:
+        self._knows_versions = isinstance(self.members, Members)
         self.http = SGLangHTTP(
-            servers,
-            api_key=api_key,
-            request_timeout_s=request_timeout_s,
-            check_alive=check_alive,
-            adapters_alone=adapters is not None,
-            max_bad_answers=max_bad_answers,
-            on_failed_try=on_bad_answer or (lambda: None),
+            self.members, self.settings, adapters_alone=self.adapters is not None
         )
-        self._adapters = adapters
-        self.routes = routes
-        self._sent_routes = sent_routes or routes
-        self._index_topk = index_topk
         self.members = self.http.members
-        self._knows_versions = isinstance(servers, Members)
-        self._load: defaultdict[int, int] = defaultdict(int)  # by server
+        self.sent_routes = self.sent_routes or self.routes
+        self._direct = DirectTransport()
+        self.transport = self.transport or self._direct
         self.moved_requests = self.moved_tokens = 0  # whose server had left
+        self._load: defaultdict[int, int] = defaultdict(int)  # by server
         self._server_of_group: OrderedDict[int, int] = OrderedDict()
         self._requests = itertools.count()
         # request ids begin with it: another job may use the same server
         self._name = f"r3train-{secrets.token_hex(4)}"
-        self._shared_servers = shared_servers
-        self._health_timeout_s = health_timeout_s
         self._running: dict[str, int] = {}  # request id -> its server
         self._aborted: set[str] = set()  # those of them that a server was told to abort
         self._aborting = 0  # calls under way that abort everything
-        self._vocab_size = vocab_size
-        self._ends_at = ends_at
-        self._cache_per_version = cache_per_version
-        self._direct = DirectTransport()
-        self._transport = transport or self._direct
         self._aborts: set[asyncio.Task] = set()
 
     @property
     def route_wire_bytes(self) -> int:
         """Base64 bytes of routes that came here so far."""
-        return self._transport.route_wire_bytes
+        return self.transport.route_wire_bytes
 
     def _server_for(self, group_id: int, allowed: Sequence[int]) -> int:
         """Return the group's server if it is allowed, else the least loaded of the allowed ones."""
@@ -208,7 +191,7 @@ class SGLangClient:
             if present := self.members.present():
                 return present
             weight_version = 0
-        deadline = time.monotonic() + self.http.request_timeout_s
+        deadline = time.monotonic() + self.settings.request_timeout_s
         while not (holders := self.members.holders(weight_version)):
             if time.monotonic() > deadline and not self.members.changes:
                 versions = dict(zip(self.http.urls, self.members.all(), strict=True))
@@ -236,7 +219,7 @@ class SGLangClient:
                 except ServerLeft:
                     self.moved_requests += 1
                     self.moved_tokens += request.num_generated
-                    if self._adapters is None:  # else new servers get its version too
+                    if self.adapters is None:  # else new servers get its version too
                         request = await self._for_newest(request)
 
     async def _drawn(self, request: Request, tried: list[int]) -> Segment:
@@ -244,8 +227,8 @@ class SGLangClient:
         read = partial(
             read_answer,
             routes=self.routes if request.wants_routes else None,
-            decode=self._transport.decode,
-            index_topk=self._index_topk,
+            decode=self.transport.decode,
+            index_topk=self.index_topk,
         )
         segment = await self.http.in_reader(read, answer, request, sent)
         return replace(segment, server=tried[-1])
@@ -283,12 +266,12 @@ class SGLangClient:
 
     def _adapter_of(self, request: Request) -> AbstractContextManager[None]:
         """Keep the request's adapter loaded inside the context; raises EngineError if it is not."""
-        if self._adapters is None:
+        if self.adapters is None:
             return contextlib.nullcontext()
-        return self._adapters.using(request.weight_version)
+        return self.adapters.using(request.weight_version)
 
     def _adapter_name(self, request: Request) -> str | None:
-        return None if self._adapters is None else adapter_name(request.weight_version)
+        return None if self.adapters is None else adapter_name(request.weight_version)
 
     def _body(self, request: Request) -> dict[str, Any]:
         """Return the JSON of a request, without its id."""
@@ -311,13 +294,13 @@ class SGLangClient:
         }
         if (adapter := self._adapter_name(request)) is not None:
             body["lora_path"] = adapter
-        if body["return_routed_experts"] and self._index_topk is not None:
+        if body["return_routed_experts"] and self.index_topk is not None:
             body["return_indexer_topk"] = True
         if sampling.mask_vocab is not None:
             body["return_sampling_mask"] = True
         if request.rows_start and self.routes is not None:
             body["routed_experts_start_len"] = request.rows_start
-        own_cache = self._cache_per_version or request.fresh_prefix
+        own_cache = self.cache_per_version or request.fresh_prefix
         if own_cache and request.weight_version is not None:
             # with this client's name: another job's version of that number has other weights
             body["extra_key"] = f"{self._name}-weights-{request.weight_version}"
@@ -334,7 +317,7 @@ class SGLangClient:
         rid = f"{self._name}-{request.sample_id}-{next(self._requests)}."
         self._load[server] += 1
         # an answer without routes needs no transport of routes
-        transport = self._transport if request.wants_routes else self._direct
+        transport = self.transport if request.wants_routes else self._direct
         try:
             return await self._send(server, rid, body, request, transport)
         finally:
@@ -346,8 +329,8 @@ class SGLangClient:
         """Send a request under this id; returns the answer, and what it must agree with."""
         most = most_answer_bytes(
             request,
-            self._sent_routes if body["return_routed_experts"] else None,
-            self._index_topk if "return_indexer_topk" in body else None,
+            self.sent_routes if body["return_routed_experts"] else None,
+            self.index_topk if "return_indexer_topk" in body else None,
         )
         async with self._in_progress(rid, server):
             answer = await transport.generate(
@@ -355,11 +338,11 @@ class SGLangClient:
             )
             return answer, Sent(
                 rid,
-                vocab_size=self._vocab_size,
+                vocab_size=self.vocab_size,
                 newest_version=self.members.newest,
-                ends_at=self._ends_at(server),
+                ends_at=self.ends_at(server),
                 may_abort=rid in self._aborted,
-                names_adapter=self._adapters is not None,
+                names_adapter=self.adapters is not None,
             )
 
     @contextlib.asynccontextmanager
@@ -394,7 +377,7 @@ class SGLangClient:
         keeps all of the request away from the cache: otherwise the later chunks of a long prefill would
         get the rows of the same text from there.
         """
-        assert self._sent_routes is not None, "there are no routes to compute again"
+        assert self.sent_routes is not None, "there are no routes to compute again"
         with self._adapter_of(request):
             return await self._answered(
                 request, lambda tried: self._recheck(request, part, server, tried)
@@ -411,7 +394,7 @@ class SGLangClient:
         )
         # it was updated or restarted since; an adapter stays next to newer ones
         if held_version != request.weight_version and (
-            self._adapters is None or held_version is None
+            self.adapters is None or held_version is None
         ):
             raise EngineError(
                 f"server {self.http.urls[server]} holds weight version {held_version} (None is unknown),"
@@ -428,12 +411,12 @@ class SGLangClient:
         )
         async with self._in_progress(rid, server):
             try:
-                scores = await score(self.http, server, text, rid, routes=self._sent_routes)
+                scores = await score(self.http, server, text, rid, routes=self.sent_routes)
             except ValueError as error:
                 if rid in self._aborted:  # by this client: not asked again
                     raise EngineError(str(error)) from error
                 raise
-        names_adapter = self._adapters is not None
+        names_adapter = self.adapters is not None
         return rechecked(scores, request, part, server, names_adapter=names_adapter)
 
     async def score_twice(self, request: Request, server: int) -> tuple[Segment, Rechecked]:
@@ -443,7 +426,7 @@ class SGLangClient:
             tried.append(server)
             rid = f"{self._name}-noise-{request.sample_id}-{next(self._requests)}."
             answer, sent = await self._send(server, rid, self._body(request), request, self._direct)
-            return read_answer(answer, request, sent, routes=self._sent_routes)
+            return read_answer(answer, request, sent, routes=self.sent_routes)
 
         with self._adapter_of(request):
             sampled = await self._answered(request, ask)
@@ -452,7 +435,7 @@ class SGLangClient:
         return sampled, await self.recheck(again, "whole", server)
 
     async def _healthy(self, server: int) -> bool:
-        how = {"method": "GET", "what": "health", "timeout_s": self._health_timeout_s}
+        how = {"method": "GET", "what": "health", "timeout_s": self.health_timeout_s}
         try:
             async with self.http.while_present(server):  # one that joins again is another
                 await self.http.call(server, "/health", **how)
@@ -483,7 +466,7 @@ class SGLangClient:
 
     async def abort(self) -> None:
         self._aborted |= self._running.keys()
-        if self._shared_servers:
+        if self.shared_servers:
             await asyncio.gather(
                 *(
                     self.http.ask(server, "abort_request", {"rid": running_id})
@@ -500,7 +483,7 @@ class SGLangClient:
     async def aclose(self) -> None:
         if self._aborts:
             await asyncio.wait(self._aborts, timeout=_ABORT_S)
-        await self._transport.aclose()
+        await self.transport.aclose()
         await self.http.aclose()
 
 

@@ -18,7 +18,7 @@ from msgspec import Meta, Struct
 from r3train.config.sources import raise_all
 from r3train.engine.backend import EngineError
 from r3train.engine.members import Members
-from r3train.engine.sglang_http import ASKED_AGAIN, SGLangHTTP, Tries
+from r3train.engine.sglang_http import ASKED_AGAIN, HTTPSettings, SGLangHTTP, Tries
 from r3train.engine.score import GivenText, score
 from r3train.engine.refusals import refused, settings_of_a_server
 from r3train.types import CanaryScores, RouteShape, Scores
@@ -80,36 +80,23 @@ class EngineControl:
     broadcast's group, and releasing or resuming memory, which ends SGLang's scheduler the second time.
     The two calls that need a simultaneous partner in the trainer (joining a group, receiving a
     broadcast) return a Future.  The versions of ``members`` are kept up to date: unknown when an update begins, and
-    the new version once every server has confirmed it.  ``servers`` and ``adapters_alone`` are for ``SGLangHTTP``.
+    the new version once every server has confirmed it.  All arguments are for ``SGLangHTTP``.
     Where a method takes ``servers``, None means all that are present (see ``SGLangHTTP.each``).
     """
 
     def __init__(
         self,
         servers: Members | Sequence[str],
+        settings: HTTPSettings = HTTPSettings(),
         *,
-        api_key: str | None = None,
-        timeout_s: float = 300.0,
-        check_alive: Callable[[], None] | None = None,
         adapters_alone: bool = False,
-        max_bad_answers: int = 1,
-        on_failed_try: Callable[[], None] = lambda: None,
     ) -> None:
         self._sent_version: int | None = None
         self._held_memory: tuple[str, ...] = MEMORY
         self._confirmed: int | None = None  # the version that servers hold whose cache is released
-        self._http = SGLangHTTP(
-            servers,
-            api_key=api_key,
-            request_timeout_s=timeout_s,
-            check_alive=check_alive,
-            adapters_alone=adapters_alone,
-            max_bad_answers=max_bad_answers,
-            on_failed_try=on_failed_try,
-            keeps_alive=False,
-        )
+        self._http = SGLangHTTP(servers, settings, adapters_alone=adapters_alone, keeps_alive=False)
         self.members = self._http.members
-        self._check_alive = check_alive
+        self._check_alive = settings.check_alive
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="engine-control", daemon=True

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, TypeVar
 
 import aiohttp
@@ -78,68 +79,67 @@ def bound_of_routes(tokens: int, routes: RouteShape) -> int:
     return int(tokens * routes.num_layers * routes.topk * ID_BYTES)
 
 
+@dataclass(frozen=True)
+class HTTPSettings:
+    """How a run calls its servers, whichever part of it calls."""
+
+    api_key: str | None = None
+    # for one answer; also from a busy server's first refusal to the last try
+    request_timeout_s: float = 300.0
+    # raises EngineDied when a process of this job has ended; called after every connection failure
+    check_alive: Callable[[], None] | None = None
+    # of one request, see ``Tries``
+    max_bad_answers: int = 1
+    # called for each bad answer and each busy server
+    on_failed_try: Callable[[], None] = lambda: None
+
+
+@dataclass(eq=False)
 class SGLangHTTP:
-    """Requests to one or all servers of a run.
+    """Requests to one or all servers of a run, from one event loop."""
 
-    ``servers`` are its members, or the addresses of servers that stay.
-    ``key_variable`` is the environment variable that errors name.
-    ``check_alive`` raises EngineDied when a process of this job has ended; it is called after
-    every connection failure.  With ``adapters_alone`` no call changes the base, and no request goes out
-    that names no adapter.  ``max_bad_answers`` and ``on_failed_try`` are those of ``Tries``.  Without
-    ``keeps_alive`` each request has a connection of its own: a server that stood still for some seconds closes
-    those that waited.  Use it from one event loop.
-    """
+    members: Members | Sequence[str]  # or the addresses of servers that stay
+    settings: HTTPSettings = HTTPSettings()
+    _: KW_ONLY
+    # the environment variable that errors name
+    key_variable: str = ENGINE_KEY_VARIABLE
+    # no call changes the base, and no request goes out that names no adapter
+    adapters_alone: bool = False
+    # without it each request has a connection of its own: a server that stood still for some seconds closes those that waited
+    keeps_alive: bool = True
 
-    def __init__(
-        self,
-        servers: Members | Sequence[str],
-        *,
-        api_key: str | None = None,
-        request_timeout_s: float = 300.0,
-        check_alive: Callable[[], None] | None = None,
-        key_variable: str = ENGINE_KEY_VARIABLE,
-        adapters_alone: bool = False,
-        max_bad_answers: int = 1,
-        on_failed_try: Callable[[], None] = lambda: None,
-        keeps_alive: bool = True,
-    ) -> None:
-        if not (servers or isinstance(servers, Members)):
-            raise ValueError("no engine address was given")
-        self.members = servers if isinstance(servers, Members) else Members(servers)
+    def __post_init__(self) -> None:
+        if not isinstance(self.members, Members):
+            if not self.members:
+                raise ValueError("no engine address was given")
+            self.members = Members(self.members)
         self.members.on_leave.append(self._end_calls)
         self.urls = self.members.urls
         self._calls: defaultdict[int, set[asyncio.Timeout]] = defaultdict(set)  # by server
         self._loop: asyncio.AbstractEventLoop | None = None
-        self.request_timeout_s = request_timeout_s
-        self.api_key = api_key
-        self._key_variable = key_variable
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._check_alive = check_alive
-        self._adapters_alone = adapters_alone
-        self.max_bad_answers, self.on_failed_try = max_bad_answers, on_failed_try
-        self._connections = (
-            {"keepalive_timeout": _KEEPALIVE_S} if keeps_alive else {"force_close": True}
-        )
         self._session: aiohttp.ClientSession | None = None
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="reader")
 
     def _open_session(self) -> aiohttp.ClientSession:
         if self._session is None:
+            key = (
+                {"Authorization": f"Bearer {self.settings.api_key}"}
+                if self.settings.api_key
+                else {}
+            )
+            idle = (
+                {"keepalive_timeout": _KEEPALIVE_S} if self.keeps_alive else {"force_close": True}
+            )
             self._session = aiohttp.ClientSession(
                 # No limit here: the client and the producer bound what is in flight.
-                connector=aiohttp.TCPConnector(limit=0, **self._connections),
+                connector=aiohttp.TCPConnector(limit=0, **idle),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
                 # a compressed answer could be a thousand times as long as what is received
-                headers={**self._headers, "Accept-Encoding": "identity"},
+                headers={**key, "Accept-Encoding": "identity"},
                 auto_decompress=False,
                 trust_env=False,
             )
         return self._session
-
-    def check_alive(self) -> None:
-        """Raise EngineDied when a process of this job has ended."""
-        if self._check_alive is not None:
-            self._check_alive()
 
     async def call(
         self,
@@ -161,13 +161,13 @@ class SGLangHTTP:
         300 and above (a redirect is not followed), a JSON answer with ``success: false``, and where no
         descriptor is left for a connection.  Every message begins with ``what``, the name of the call.
         """
-        if self._adapters_alone:
+        if self.adapters_alone:
             name = path.strip("/").partition("?")[0]
             assert name not in _BASE_UPDATES, f"{what}: the base of a server of adapters is updated"
             named = name != "generate" or (body or {}).get("lora_path")
             assert named, f"{what}: a request that names no adapter would sample the base"
         url = self.urls[server]
-        timeout_s = timeout_s or self.request_timeout_s
+        timeout_s = timeout_s or self.settings.request_timeout_s
         for delay_s in (*CONNECT_RETRIES_S, None):
             try:
                 status, headers, raw = await asyncio.wait_for(
@@ -185,8 +185,8 @@ class SGLangHTTP:
                 if delay_s is None:
                     await self.raise_if_dead()
                     raise EngineUnreachable(f"{what}: cannot connect to {url}: {error}") from error
-                if self._check_alive is not None:
-                    self._check_alive()
+                if self.settings.check_alive is not None:
+                    self.settings.check_alive()
                 await asyncio.sleep(delay_s)
             except aiohttp.ClientError as error:
                 await self.raise_if_dead()
@@ -349,8 +349,8 @@ class SGLangHTTP:
         if status >= 400 or (isinstance(answer, dict) and answer.get("success") is False):
             hint = ""
             if status == 401:
-                held = "another" if self.api_key else "no"
-                hint = f" (it asks for a key, and {held} one is in {self._key_variable} here)"
+                held = "another" if self.settings.api_key else "no"
+                hint = f" (it asks for a key, and {held} one is in {self.key_variable} here)"
             text = f"{what}: {url} answered {status}: {_message(answer)}{hint}"
             if status in BUSY:
                 raise EngineBusy(text, _retry_after_s(headers.get("Retry-After", "")))
@@ -363,11 +363,11 @@ class SGLangHTTP:
 
     async def raise_if_dead(self) -> None:
         """Wait a moment for a dying engine; raise EngineDied, with its log, if it ends."""
-        if self._check_alive is None:
+        if self.settings.check_alive is None:
             return
         end = time.monotonic() + DEATH_REPORT_S
         while time.monotonic() < end:
-            self._check_alive()
+            self.settings.check_alive()
             await asyncio.sleep(0.1)
 
     async def aclose(self) -> None:
@@ -413,8 +413,8 @@ class Tries:
 
         If it may not, raises the error: a bad answer that is no EngineError as BadAnswer.
         """
-        http, text, pause_s = self._http, str(error), 0.0
-        http.on_failed_try()
+        http, settings, text, pause_s = self._http, self._http.settings, str(error), 0.0
+        settings.on_failed_try()
         if http.urls[server] not in text:
             text += f" ({http.urls[server]})"
         if isinstance(error, EngineBusy):
@@ -422,19 +422,20 @@ class Tries:
             self._first_busy = self._first_busy if self._busy else now
             pause_s = min(max(BUSY_S * 2**self._busy, error.retry_after_s), LONGEST_BUSY_S)
             self._busy += 1
-            if now + pause_s - self._first_busy > http.request_timeout_s:
+            if now + pause_s - self._first_busy > settings.request_timeout_s:
                 raise EngineBusy(text) from error
             text += f" (busy {self._busy} times)"
         else:
             self._bad += 1
-            if http.max_bad_answers > 1:
-                text += f" (bad answer {self._bad}, max_bad_answers {http.max_bad_answers})"
+            if settings.max_bad_answers > 1:
+                text += f" (bad answer {self._bad}, max_bad_answers {settings.max_bad_answers})"
             if not text.startswith(self._name) and not isinstance(error, BadAnswer):
                 text = f"{self._name}: {type(error).__name__}: {text}"
-            if self._bad == http.max_bad_answers:
+            if self._bad == settings.max_bad_answers:
                 kind = type(error) if isinstance(error, EngineError) else BadAnswer
                 raise kind(text) from error
-        http.check_alive()
+        if settings.check_alive is not None:
+            settings.check_alive()
         when = f" in {pause_s:g} s" if pause_s else ""
         logger.warning("asked again%s: %s", when, text)
         await asyncio.sleep(pause_s)

@@ -13,7 +13,7 @@ import numpy as np
 
 from r3train.engine.backend import EngineError
 from r3train.engine.score import GivenText, score
-from r3train.engine.sglang_http import SGLangHTTP
+from r3train.engine.sglang_http import HTTPSettings, SGLangHTTP
 from r3train.types import RolloutSample
 
 logger = logging.getLogger(__name__)
@@ -41,9 +41,8 @@ class ServedTeacher:
         max_concurrency: int,
         max_tries: int,
     ) -> None:
-        self._http = SGLangHTTP(
-            [url], api_key=api_key, request_timeout_s=request_timeout_s, key_variable=TEACHER_KEY
-        )
+        settings = HTTPSettings(api_key=api_key, request_timeout_s=request_timeout_s)
+        self._http = SGLangHTTP([url], settings, key_variable=TEACHER_KEY)
         self._slots = asyncio.Semaphore(max_concurrency)
         self._max_tries = max_tries
         self._requests = itertools.count()

@@ -29,7 +29,7 @@ from aiohttp import web
 
 from r3train.engine.answer import ROUTE_PAYLOADS
 from r3train.engine.backend import EngineBusy
-from r3train.engine.sglang_http import SGLangHTTP
+from r3train.engine.sglang_http import HTTPSettings, SGLangHTTP
 from r3train.engine.loop_thread import LoopThread
 from r3train.route_stores.relay import open_session, store_failed
 from r3train.route_stores.store import FAILURES, RouteStore, RouteStoreError
@@ -119,7 +119,7 @@ class RouteNode:
     def _engine(self, ask: dict[str, Any]) -> SGLangHTTP:
         place = ask["server"], ask["api_key"]
         if place not in self._engines:
-            self._engines[place] = SGLangHTTP([ask["server"]], api_key=ask["api_key"])
+            self._engines[place] = SGLangHTTP([ask["server"]], HTTPSettings(api_key=ask["api_key"]))
         return self._engines[place]
 
     async def _generate(self, request: web.Request) -> web.Response:

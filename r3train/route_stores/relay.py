@@ -95,15 +95,17 @@ class RouteRelay:
         store = request.group_id % len(self._urls)
         ask = {
             "server": http.urls[server],
-            "api_key": http.api_key,
+            "api_key": http.settings.api_key,
             "body": body,
             "key": self._keys.new(request.group_id, store),
             "sample": request.name,
             "what": f"sample {request.sample_id}",
-            "timeout_s": http.request_timeout_s,
+            "timeout_s": http.settings.request_timeout_s,
             "most_bytes": most_bytes,
         }
-        reply = await self._post(store, "/generate", ask, http.request_timeout_s + _STORE_S)
+        reply = await self._post(
+            store, "/generate", ask, http.settings.request_timeout_s + _STORE_S
+        )
         if reply.get("error") in ("cut_short", "unreachable"):
             await http.raise_if_dead()
         return _answer(reply)
@@ -121,9 +123,9 @@ class RouteRelay:
 
         async def one(store: int, server: str) -> None:
             what = f"route store {store} (rank at {self._urls[store]})"
-            ask = {"server": server, "api_key": http.api_key, "what": what}
+            ask = {"server": server, "api_key": http.settings.api_key, "what": what}
             try:
-                _answer(await self._post(store, "/reach", ask, http.request_timeout_s))
+                _answer(await self._post(store, "/reach", ask, http.settings.request_timeout_s))
             except EngineError as error:
                 raise ValueError(
                     f"{error}; --route-stores needs servers that every data-parallel leader can"

@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from r3train.config import RunConfig
 from r3train.engine.addresses import ANY, LOOPBACK, address_of_interface, is_loopback, local_address
-from r3train.engine.sglang_http import SGLangHTTP
+from r3train.engine.sglang_http import HTTPSettings, SGLangHTTP
 from r3train.host_group import host_group, one_node
 from r3train.loop.prepare import Prepared, data_rank_of_samples
 from r3train.loop.recorded import Recorded, decoded_rows
@@ -122,7 +122,8 @@ class RouteStores(Routes):
         """Raise ValueError naming a store that cannot talk to a server; on rank 0."""
 
         async def ask() -> None:
-            relay, http = self.transport(), SGLangHTTP(addrs, api_key=api_key)
+            relay = self.transport()
+            http = SGLangHTTP(addrs, HTTPSettings(api_key=api_key))
             try:
                 await relay.require_reach(http)
             finally:

@@ -18,6 +18,7 @@ from r3train.engine.backend import EngineError
 from r3train.engine.control import EngineControl
 from r3train.engine.publish import DistributedPublisher
 from r3train.engine.server import SGLangServer
+from r3train.engine.sglang_http import HTTPSettings
 from r3train.verify.tiny import TinyOptions, build
 from tests.e2e import jobs
 from tests.e2e.accounts import all_trained_once
@@ -54,7 +55,7 @@ def test_a_server_gives_its_memory_back_and_serves_the_weights_that_are_publishe
     saving = {"enable_memory_saver": True, "max_total_tokens": 200_000}
     pool = 2 * 2 * 16 * 4 * 3 * 200_000
     with SGLangServer(models[0], log, server_args=saving) as server:
-        with EngineControl([server.addr], check_alive=server.check_alive) as engine:
+        with EngineControl([server.addr], HTTPSettings(check_alive=server.check_alive)) as engine:
             publisher = DistributedPublisher(engine, bucket_bytes=1 << 20)
             for version in (1, 2):
                 engine.keep_onloaded()

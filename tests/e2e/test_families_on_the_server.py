@@ -37,6 +37,7 @@ from r3train.engine.control import EngineControl
 from r3train.engine.publish import DistributedPublisher
 from r3train.engine.publish_disk import DiskPublisher
 from r3train.engine.server import SGLangServer
+from r3train.engine.sglang_http import HTTPSettings
 from r3train.hf_checkpoint import copy_all_but_weights, write_shards
 from r3train.routing import indexer_topk
 from r3train.verify.tiny import build
@@ -71,7 +72,9 @@ def answers(server: SGLangServer, checkpoint: Path, version: int) -> list[Rollou
 
     async def run():
         routes = hf.route_shape if hf.is_moe else None
-        client = SGLangClient([server.addr], routes=routes, check_alive=server.check_alive)
+        client = SGLangClient(
+            [server.addr], HTTPSettings(check_alive=server.check_alive), routes=routes
+        )
         sampling = SamplingParams(12, ignore_eos=True)
         ids = [np.random.default_rng(i).integers(3, hf.vocab_size, n) for i, n in LENGTHS]
         prompts = [Prompt(f"p{i}", i, "", x.astype(np.int32), None) for i, x in enumerate(ids)]
@@ -150,7 +153,10 @@ def test_a_server_gives_the_log_probs_and_routes_of_transformers_also_after_upda
         return_routed_experts=read_hf_facts(model).is_moe,
         start_timeout_s=200,
     )
-    with server, EngineControl([server.addr], check_alive=server.check_alive) as engine:
+    with (
+        server,
+        EngineControl([server.addr], HTTPSettings(check_alive=server.check_alive)) as engine,
+    ):
         server.wait_ready()
         agree(server, model, 0)
         # buckets of a few tensors: a boundary falls between any two neighbours
@@ -193,7 +199,10 @@ def test_a_server_attends_to_the_tokens_that_an_indexer_chooses(family, tmp_path
     server = SGLangServer(
         model, tmp_path / "sglang.log", return_routed_experts=True, start_timeout_s=200
     )
-    with server, EngineControl([server.addr], check_alive=server.check_alive) as engine:
+    with (
+        server,
+        EngineControl([server.addr], HTTPSettings(check_alive=server.check_alive)) as engine,
+    ):
         server.wait_ready()
         agree(server, model, 0)
 
@@ -281,7 +290,10 @@ def test_a_server_says_which_tokens_its_indexers_chose(family, overlap, tmp_path
 
     async def run() -> None:
         client = SGLangClient(
-            [server.addr], routes=hf.route_shape, index_topk=8, check_alive=server.check_alive
+            [server.addr],
+            HTTPSettings(check_alive=server.check_alive),
+            routes=hf.route_shape,
+            index_topk=8,
         )
         try:
             firsts = await asyncio.gather(*(ask(client, text) for text in texts))

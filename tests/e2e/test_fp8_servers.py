@@ -26,6 +26,7 @@ from r3train.config import RunConfig  # noqa: E402
 from r3train.families.read_facts import read_hf_facts  # noqa: E402
 from r3train.engine.control import EngineControl  # noqa: E402
 from r3train.engine.server import SGLangServer  # noqa: E402
+from r3train.engine.sglang_http import HTTPSettings  # noqa: E402
 from r3train.families import FAMILIES, FP8_SCALE, quantised_tensors  # noqa: E402
 from r3train.families.tiny_options import TinyOptions  # noqa: E402
 from r3train.fp8_blocks import quantised  # noqa: E402
@@ -268,7 +269,10 @@ def test_a_server_of_fp8_holds_tensor_by_tensor_what_one_of_bfloat16_holds(name,
     held = []
     for checkpoint in (exact, tmp_path / "fp8"):
         server = SGLangServer(checkpoint, tmp_path / f"{checkpoint.name}.log", dtype="bfloat16")
-        with server, EngineControl([server.addr], check_alive=server.check_alive) as control:
+        with (
+            server,
+            EngineControl([server.addr], HTTPSettings(check_alive=server.check_alive)) as control,
+        ):
             server.wait_ready()
             held += control.weight_checksums().values()
     assert held[0] == held[1]

@@ -25,6 +25,7 @@ pytestmark = pytest.mark.e2e
 OWNER = """
 import json, sys, time, psutil
 from r3train.engine.server import SGLangServer
+from r3train.engine.sglang_http import HTTPSettings
 server = SGLangServer(sys.argv[1], sys.argv[2], return_routed_experts=True).start()
 server.wait_ready()
 tree = psutil.Process(server.pid).children(recursive=True)
@@ -61,7 +62,9 @@ def test_a_crash_is_noticed_at_once_by_the_request_and_by_the_owner(model, tmp_p
     server = SGLangServer(model, tmp_path / "sglang.log", return_routed_experts=True)
 
     async def generate_and_kill():
-        client = SGLangClient([server.addr], routes=ROUTES, check_alive=server.check_alive)
+        client = SGLangClient(
+            [server.addr], HTTPSettings(check_alive=server.check_alive), routes=ROUTES
+        )
         try:
             sampling = SamplingParams(900, ignore_eos=True)
             call = whole_samples.generate(client, prompt_of(0), sampling, sample_id=77)

@@ -35,6 +35,7 @@ from r3train.engine.teacher import ServedTeacher
 from r3train.engine.publish import DistributedPublisher
 from r3train.engine.publish_disk import DiskPublisher
 from r3train.engine.publish_memory import SharedMemoryPublisher
+from r3train.engine.sglang_http import HTTPSettings
 from r3train.hf_checkpoint import kind_of
 
 pytestmark = pytest.mark.e2e
@@ -63,7 +64,7 @@ def server(models, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def engine(server):
-    with EngineControl([server.addr], check_alive=server.check_alive) as engine:
+    with EngineControl([server.addr], HTTPSettings(check_alive=server.check_alive)) as engine:
         yield engine
 
 
@@ -75,7 +76,9 @@ def at_version_zero(engine, models):
 
 def generate(server, prompts, sampling, **options):
     async def run():
-        client = SGLangClient([server.addr], routes=ROUTES, check_alive=server.check_alive)
+        client = SGLangClient(
+            [server.addr], HTTPSettings(check_alive=server.check_alive), routes=ROUTES
+        )
         try:
             calls = [
                 whole_samples.generate(
@@ -339,7 +342,9 @@ def test_the_producer_runs_steps_around_weight_updates(
             rollout_max_response_len=12,
             rollout_max_concurrency=5,
         ),
-        lambda: SGLangClient([server.addr], routes=ROUTES, check_alive=server.check_alive),
+        lambda: SGLangClient(
+            [server.addr], HTTPSettings(check_alive=server.check_alive), routes=ROUTES
+        ),
         prompt_of,
         RequestSettings(SamplingParams(12, stop_token_ids=(EOS,))),
         check_alive=server.check_alive,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from r3train.engine.backend import Drafts, EngineDied, Request, SamplingParams, 
 from r3train.engine.client import SGLangClient
 from r3train.engine.control import EngineControl
 from r3train.engine.members import Members
+from r3train.engine.sglang_http import HTTPSettings
 from r3train.types import Prompt, RouteShape
 from tests import whole_samples
 from tests.http_serving import serving
@@ -202,13 +204,20 @@ class Fake:
         return serving(self.handle)
 
 
+def client_to(servers, **options):
+    """A client of these servers; options: of the client, and of its ``HTTPSettings``."""
+    names = {field.name for field in fields(HTTPSettings)} & set(options)
+    settings = HTTPSettings(**{name: options.pop(name) for name in names})
+    return SGLangClient(servers, settings, **options)
+
+
 @contextlib.asynccontextmanager
 async def client_of(*fakes, versions=None, changes=False, **options):
     """A client of these servers; versions: that it knows them to hold; changes: they may leave."""
     async with contextlib.AsyncExitStack() as stack:
         addrs = [await stack.enter_async_context(fake.running()) for fake in fakes]
         servers = addrs if versions is None else Members(addrs, versions, changes=changes)
-        client = SGLangClient(servers, **options)
+        client = client_to(servers, **options)
         try:
             yield client
         finally:

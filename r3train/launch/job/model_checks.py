@@ -19,6 +19,7 @@ from r3train.engine.backend import EngineError
 from r3train.engine.control import EngineControl
 from r3train.engine.flags import server_fields
 from r3train.engine.refusals import foreign, refused
+from r3train.engine.sglang_http import HTTPSettings
 from r3train.families import (
     FAMILIES,
     has_linear_attention,
@@ -87,7 +88,8 @@ def check_external_server(
             " for servers on rank 0's: use distributed or disk"
         )
     try:
-        with EngineControl([address], api_key=api_key, timeout_s=_ANSWER_S) as control:
+        settings = HTTPSettings(api_key=api_key, request_timeout_s=_ANSWER_S)
+        with EngineControl([address], settings) as control:
             model, info = control.model_info()[0], control.server_info()[0]
             raise_all([f"engine {address} {text}" for text in foreign(info, model, hf)])
             control.require_settings(

@@ -82,18 +82,13 @@ class GeneratedRollouts:
         return client
 
     def _make_client(self) -> SGLangClient:
-        servers, config = self._servers, self._job.config
-        rollout = config.rollout
+        servers, rollout = self._servers, self._job.config.rollout
         return SGLangClient(
             servers.members,
+            servers.http_settings,
             routes=servers.routes.row_shape,
             sent_routes=servers.route_shape,
             index_topk=servers.index_topk,
-            api_key=servers.api_key,
-            request_timeout_s=rollout.rollout_request_timeout_s,
-            check_alive=servers.check_alive if servers.own else None,
-            max_bad_answers=config.faults.max_bad_answers,
-            on_bad_answer=servers.count_bad_answer,
             shared_servers=not servers.own,
             health_timeout_s=servers.health_timeout_s,
             cache_per_version=rollout.flush_cache_on_update and not rollout.fresh_prefixes,

@@ -20,6 +20,7 @@ from r3train.engine.control import MEMORY, EngineControl
 from r3train.engine.key import engine_api_key
 from r3train.engine.members import Change, Members
 from r3train.engine.server import SGLangServer
+from r3train.engine.sglang_http import HTTPSettings
 from r3train.engine.supervisor import EngineSupervisor
 from r3train.families.checks.settings_checks import context_len, replayed_index_topk
 from r3train.launch.job.checked_job import Job
@@ -61,6 +62,7 @@ class RunServers:
         self.index_topk = replayed_index_topk(config, job.hf)
         self.adapters = Adapters() if config.serves_adapters else None
         self.api_key = engine_api_key(os.environ)
+        self.http_settings: HTTPSettings | None = None
         self.client: SGLangClient | None = None
         self.members: Members | None = None
         self.control: EngineControl | None = None
@@ -94,6 +96,13 @@ class RunServers:
                 for server in self.own:
                     server.wait_ready()
             self.api_key = self.own[0].api_key
+        self.http_settings = HTTPSettings(
+            api_key=self.api_key,
+            request_timeout_s=rollout.rollout_request_timeout_s,
+            check_alive=self.check_alive if self.own else None,
+            max_bad_answers=faults.max_bad_answers,
+            on_failed_try=self._count_bad_answer,
+        )
         addrs = [server.addr for server in self.own] or rollout.rollout_external_engine_addrs
         # started ones hold the checkpoint, which is version 0 where versions are no adapters
         version = 0 if self.own and self.adapters is None else None
@@ -111,13 +120,7 @@ class RunServers:
                 health_timeout_s=self.health_timeout_s,
             )
         self.control = EngineControl(
-            self.members,
-            api_key=self.api_key,
-            timeout_s=rollout.rollout_request_timeout_s,
-            check_alive=self.check_alive,
-            adapters_alone=self.adapters is not None,
-            max_bad_answers=faults.max_bad_answers,
-            on_failed_try=self.count_bad_answer,
+            self.members, self.http_settings, adapters_alone=self.adapters is not None
         )
         self.weights = ServerWeights(config, self.job.hf, self.run_dir, self.control, self.adapters)
         if rollout.rollout_engines_file is not None:
@@ -288,7 +291,7 @@ class RunServers:
         for server in self.own:
             server.on_progress = lambda _, stage: phase.detail(stage)
 
-    def count_bad_answer(self) -> None:
+    def _count_bad_answer(self) -> None:
         """Note an answer that is asked for again."""
         self._bad_answers += 1
 

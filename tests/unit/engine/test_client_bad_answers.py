@@ -30,7 +30,7 @@ def one_log_prob_more(answer):
 
 async def test_a_bad_answer_is_asked_for_again_under_another_id_and_counted():
     fake, told = Fake(spoiling(2, one_log_prob_more)), []
-    options = dict(max_bad_answers=3, on_bad_answer=lambda: told.append(1))
+    options = dict(max_bad_answers=3, on_failed_try=lambda: told.append(1))
     async with client_of(fake, **options) as client:
         sample = await one(client)
     assert sample.token_ids.tolist() == [5, 6, 7, 9] and len(told) == 2
@@ -56,7 +56,7 @@ async def test_a_body_that_ends_early_is_a_bad_answer_with_both_lengths():
         return response
 
     fake, told = Fake(cut), []
-    options = dict(max_bad_answers=2, on_bad_answer=lambda: told.append(1))
+    options = dict(max_bad_answers=2, on_failed_try=lambda: told.append(1))
     async with client_of(fake, **options) as client:
         with pytest.raises(AnswerCutShort, match="sample 0: .*ended after 20 bytes, expected 3"):
             await one(client)
@@ -88,7 +88,7 @@ def late(times, *, health=200):
 
 async def test_a_late_answer_of_a_healthy_server_is_aborted_there_and_asked_for_again():
     fake, told = Fake(late(2)), []
-    options = dict(max_bad_answers=3, on_bad_answer=lambda: told.append(1), request_timeout_s=0.3)
+    options = dict(max_bad_answers=3, on_failed_try=lambda: told.append(1), request_timeout_s=0.3)
     async with client_of(fake, **options) as client:
         assert (await one(client)).token_ids.tolist() == [5, 6, 7, 9]
         asked = [b["rid"] for b, path in zip(fake.bodies, fake.paths) if path == "/generate"]
@@ -112,7 +112,7 @@ async def test_a_late_answer_of_a_server_without_health_is_a_lost_server(health)
         await asyncio.sleep(30)
 
     fake, told = Fake(late(9, health=health) if health else nothing), []
-    options = dict(max_bad_answers=3, on_bad_answer=lambda: told.append(1), request_timeout_s=0.2)
+    options = dict(max_bad_answers=3, on_failed_try=lambda: told.append(1), request_timeout_s=0.2)
     async with client_of(fake, health_timeout_s=0.2, **options) as client:
         with pytest.raises(AnswerLate, match="sample 0: no answer"):
             await one(client)

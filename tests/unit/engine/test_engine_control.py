@@ -9,6 +9,7 @@ from aiohttp import web
 
 from r3train.engine.backend import EngineDied, EngineError
 from r3train.engine.control import EngineControl
+from r3train.engine.sglang_http import HTTPSettings
 from tests.fakes.server import control_of, Fake, answer_to, client_of, one
 
 
@@ -246,7 +247,7 @@ def test_a_server_that_hangs_in_mid_call_ends_the_wait_of_the_control():
     thread = threading.Thread(target=loop.run_until_complete, args=(serve(),), daemon=True)
     thread.start()
     assert ready.wait(60)
-    with EngineControl(addrs, check_alive=hung) as control:
+    with EngineControl(addrs, HTTPSettings(check_alive=hung)) as control:
         with pytest.raises(EngineDied, match="no sign of life"):
             control.begin_weight_update()
     loop.call_soon_threadsafe(stop.set)

@@ -18,6 +18,7 @@ from aiohttp import web
 from r3train.engine import sglang_http
 from r3train.engine.backend import EngineBusy, EngineError, EngineUnreachable, Request
 from r3train.engine.control import EngineControl
+from r3train.engine.sglang_http import HTTPSettings
 from r3train.types import RouteShape
 from tests.fakes.server import answer_to, client_of, Fake, SAMPLING
 from tests.wire_encoding import encode_routed_experts
@@ -260,24 +261,16 @@ def short_pauses(monkeypatch):
 @contextlib.asynccontextmanager
 async def asked(server, kind, *, lies_counted):
     """Make a call of this kind; yields its result."""
-    options = dict(max_bad_answers=3)
     count = lambda: lies_counted.append(1)  # noqa: E731
+    settings = HTTPSettings(request_timeout_s=LATE_S, max_bad_answers=3, on_failed_try=count)
     async with contextlib.AsyncExitStack() as stack:
         if kind in CONTROL:
             addr = await stack.enter_async_context(Fake(server).running())
-            control = stack.enter_context(
-                EngineControl([addr], timeout_s=LATE_S, on_failed_try=count, **options)
-            )
+            control = stack.enter_context(EngineControl([addr], settings))
             yield await asyncio.to_thread(CONTROL[kind][1], control)
         else:
             client = await stack.enter_async_context(
-                client_of(
-                    Fake(server),
-                    routes=SHAPE,
-                    on_bad_answer=count,
-                    request_timeout_s=LATE_S,
-                    **options,
-                )
+                client_of(Fake(server), routes=SHAPE, **vars(settings))
             )
             yield await CLIENT[kind][1](client)
 
@@ -326,7 +319,7 @@ async def test_a_broadcast_and_a_release_of_memory_are_never_made_twice():
     }.items():
         server = Server(path, "reset_after", FOR_EVER)
         async with Fake(server).running() as addr:
-            with EngineControl([addr], max_bad_answers=3) as control:
+            with EngineControl([addr], HTTPSettings(max_bad_answers=3)) as control:
                 with pytest.raises(EngineUnreachable):
                     await asyncio.to_thread(call, control)
         assert server.told == 1, path

@@ -141,7 +141,7 @@ async def test_a_server_too_busy_to_take_connections_is_asked_again(monkeypatch)
             one_more.setblocking(False)
             with contextlib.suppress(BlockingIOError):
                 one_more.connect(place)
-        client = SGLangClient([f"127.0.0.1:{place[1]}"], max_bad_answers=1)
+        client = SGLangClient([f"127.0.0.1:{place[1]}"])
         with pytest.raises(EngineUnreachable, match="sample 0: cannot connect to http://127"):
             await one(client)
         await client.aclose()
@@ -244,7 +244,7 @@ async def test_a_server_that_missed_an_update_gets_no_request_until_it_has_it():
 async def test_a_text_is_not_computed_again_on_a_server_that_has_other_weights_by_now():
     async with client_of(Fake(), versions=[3]) as client:
         versions = client.members
-        client._sent_routes = object()  # nothing is sent, so no row is read
+        client.sent_routes = object()  # nothing is sent, so no row is read
         request = Request(0, 0, "p", np.array(PROMPT.token_ids), 0, SAMPLING, weight_version=3)
         for change, held in (
             (partial(versions.record, None), None),
@@ -344,10 +344,10 @@ async def test_what_indexers_chose_is_asked_for_with_the_routes_of_a_rollout():
         assert segment.indexer_topk.tolist() == [[[0b101]]] and len(segment.rows) == 3
         unasked = await client.generate(replace(request, wants_routes=False))
         assert unasked.indexer_topk is None and unasked.rows is None
-        client._index_topk = None
+        client.index_topk = None
         assert (await client.generate(request)).indexer_topk is None
         with pytest.raises(ValueError, match=r"^sample 1 \(prompt 'p'\): the answer carries no"):
-            client._index_topk, ids[2] = 2, [[2, 2]]
+            client.index_topk, ids[2] = 2, [[2, 2]]
             fake.handler = None
             await client.generate(request)
     asked = [body.get("return_indexer_topk") for body in fake.bodies]

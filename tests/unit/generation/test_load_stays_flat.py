@@ -35,6 +35,7 @@ from r3train.config.rollout_settings import RolloutSection
 from r3train.data.json_lines import append_lines
 from r3train.engine.backend import SamplingParams
 from r3train.engine.client import SGLangClient
+from r3train.engine.sglang_http import HTTPSettings
 from r3train.generation.buffer import OUTCOMES_FILE
 from r3train.generation.producer import Producer
 from r3train.generation.episode_task import RequestSettings
@@ -143,7 +144,7 @@ def held_by_a_run(steps: int, directory: Path) -> list[dict[str, int]]:
     with server() as addr:
         producer = Producer(
             rollout,
-            lambda: SGLangClient([addr], routes=ROUTES, max_bad_answers=3),
+            lambda: SGLangClient([addr], HTTPSettings(max_bad_answers=3), routes=ROUTES),
             lambda group: Prompt(f"p:{group}", group, "text", PROMPT, None),
             RequestSettings(SamplingParams(LONGEST, may_stop_at=(9,))),
             start_rollout=FIRST,

@@ -14,6 +14,7 @@ from r3train.engine.backend import EngineError
 from r3train.engine.control import EngineControl
 from r3train.engine.members import Members
 from r3train.engine.publish import WeightPublisher
+from r3train.engine.sglang_http import HTTPSettings
 from r3train.launch.job.preflight import check_engines_file
 from r3train.launch.start import discovery as module
 from r3train.launch.start.discovery import Discovery
@@ -62,7 +63,8 @@ async def fleet(tmp_path, monkeypatch, *fakes, gives=True, timeout_s=20.0, wait_
         members = Members(
             [], changes=True, on_change=lambda c: told.append((c.server, c.what, c.why))
         )
-        control = stack.enter_context(EngineControl(members, timeout_s=20.0))
+        settings = HTTPSettings(request_timeout_s=20.0)
+        control = stack.enter_context(EngineControl(members, settings))
         it = SimpleNamespace(members=members, told=told, source=source, addrs=addrs, notes=[])
         it.busy, it.control = set(), control
         it.name = lambda *which: source.write_text("\n".join(addrs[i] for i in which))

@@ -96,7 +96,7 @@ async def test_the_watch_and_the_client_take_that_limit(tmp_path, monkeypatch):
     with pytest.raises(InterruptedError):
         made.wait_ready()
     client = rollouts.GeneratedRollouts(made).make_client()
-    given.append(client._health_timeout_s)
+    given.append(client.health_timeout_s)
     await client.aclose()
     assert given == [made.health_timeout_s] * 2 and given[0] > 150
 

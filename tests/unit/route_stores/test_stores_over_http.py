@@ -29,6 +29,7 @@ from r3train.route_stores.handles import HANDLES
 from r3train.types import Prompt, RouteShape
 from tests.wire_encoding import encode_routed_experts
 from tests import whole_samples
+from tests.fakes.server import client_to
 from tests.http_serving import serving
 
 ROUTES = RouteShape(num_layers=3, topk=2, num_experts=16)
@@ -99,7 +100,7 @@ class Scene:
 
     @contextlib.asynccontextmanager
     async def client(self, *, stores: bool = True, addr: str = "", **options) -> AsyncIterator:
-        client = SGLangClient(
+        client = client_to(
             [addr or self.addr],
             routes=HANDLES if stores else ROUTES,
             transport=self.relay() if stores else None,
