@@ -19,6 +19,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import IO
 
+import psutil
+
 from r3train.child_environment import inherited
 from r3train.config.files import load_json_object
 from r3train.families import (
@@ -375,8 +377,6 @@ class SGLangServer:
         guard, self._stopped = self._guard, True
         if guard is None:
             return
-        import psutil  # for a message alone
-
         try:
             tree = psutil.Process(guard.pid).children(recursive=True)
         except psutil.Error:

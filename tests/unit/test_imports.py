@@ -13,7 +13,7 @@ import r3train
 PACKAGE = Path(r3train.__file__).parent
 HEAVY = {"torch", "megatron", "sglang", "transformers", "transformer_engine", "tokenizers"}
 HEAVY |= {"safetensors", "pyarrow", "wandb", "mlflow"}
-MOST = 60
+MOST = 57
 
 
 def inner_imports(source: str) -> Iterator[tuple[int, bool]]:

@@ -44,6 +44,7 @@ from r3train.observe.metrics import (
     summarise_evaluations,
 )
 from r3train.observe.profiler import StepProfiler
+from r3train.observe.prometheus import PrometheusSink
 from r3train.observe.sinks import open_sinks
 from r3train.observe.starts import record_start
 from r3train.proof.writer import EvidenceWriter
@@ -164,8 +165,6 @@ class RankOfRun:
             servers.wait_ready()
         sinks = open_sinks(config, run_dir, None if resume.model_only else resume.checkpoint)
         if (port := config.trackers.metrics_port) is not None:
-            from r3train.observe.prometheus import PrometheusSink  # with --metrics-port alone
-
             sinks.append(server := PrometheusSink(port))
             self.display.note(f"metrics: {server.url}")
         metrics = self.parts.enter_context(MetricsWriter(run_dir, config.run.tensorboard, sinks))

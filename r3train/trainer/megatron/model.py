@@ -26,6 +26,7 @@ from r3train.config import RunConfig
 from r3train.families.hf_facts import HfModelFacts
 from r3train.config.model_settings import TE_KERNELS
 from r3train.cpu.device import uses_transformer_engine
+from r3train.cpu.packed_attention import PackedCoreAttention
 from r3train.families import FAMILIES, weights_of
 from r3train.families.family import model_arguments
 from r3train.families.weights import ModelWeights
@@ -251,8 +252,6 @@ def _build_chunk(
         config, use_transformer_engine=use_te, normalization="RMSNorm", vp_stage=vp_stage
     )
     if not use_te:
-        from r3train.cpu.packed_attention import PackedCoreAttention  # without CUDA alone
-
         for layer in spec.layer_specs:
             layer.submodules.self_attention.submodules.core_attention = PackedCoreAttention
     elif not adapted:
