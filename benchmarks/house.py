@@ -36,21 +36,24 @@ _FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 WAYS = ("prompt", "routes", "update")  # as tests/e2e/train_traced.py names them
 # Files that a reader follows through one step, chosen by hand at fc5a0cd6, with their names of before and of today; the
 # others that run have no part in the story (metrics, logs, settings, what stands in for CUDA).
-READ = """
-    launch/train launch/start/train launch/start/run_rank launch/rollout_sources launch/start/rollout_sources
-    launch/engines launch/start/engines launch/start/servers launch/start/rollouts loop/server_weights launch/start/servers launch/start/rollouts loop/server_weights loop/async_loop
-    loop/intake loop/fleet loop/rank_zero loop/rank_zero loop/run_state
-    generation/producer generation/scheduler generation/shared generation/slots generation/buffer
-    generation/rollout_task generation/episode_task generation/episode generation/stitch generation/group_scorer
-    generation/update_gate engine/backend engine/client engine/http engine/sglang_http engine/answer routing/wire
-    rewards/scoring types loop/prepare loop/recorded algo/trajectories algo/reward_stats algo/shaping
-    algo/advantages/estimators algo/advantages/grpo algo/aggregation layout/bins layout/microbatch layout/rows
-    loop/route_transport loop/distribute loop/host_group host_group loop/train_rollout
-    trainer/megatron/actor trainer/megatron/forward_step trainer/megatron/log_probs trainer/megatron/replay
-    trainer/megatron/replay_evidence trainer/megatron/loss_metrics algo/policy_loss algo/loss_rows algo/losses/ppo
-    algo/corrections loop/step_proof proof/live proof/judge proof/step_verdict loop/outcome loop/weight_update
-    loop/device_turns loop/canaries loop/server_checksums trainer/megatron/export engine/publish engine/control
-""".split()
+READ = set(
+    """
+    algo/advantages/estimators algo/advantages/grpo algo/aggregation algo/corrections algo/loss_rows
+    algo/losses/ppo algo/policy_loss algo/reward_stats algo/shaping algo/trajectories engine/answer
+    engine/backend engine/client engine/control engine/http engine/publish engine/sglang_http generation/buffer
+    generation/episode generation/episode_task generation/group_scorer generation/producer
+    generation/rollout_task generation/scheduler generation/shared generation/slots generation/stitch
+    generation/update_gate host_group launch/engines launch/rollout_sources
+    launch/start/rollout_sources launch/start/rollouts launch/start/run_rank launch/start/servers
+    launch/start/train launch/train layout/bins layout/microbatch layout/rows loop/async_loop loop/canaries
+    loop/device_turns loop/distribute loop/fleet loop/intake loop/outcome loop/prepare
+    loop/rank_zero loop/recorded loop/route_transport loop/run_state loop/server_checksums loop/server_weights
+    loop/step_proof loop/train_rollout loop/weight_update proof/judge proof/live proof/step_verdict
+    rewards/scoring routing/wire trainer/megatron/actor trainer/megatron/export trainer/megatron/forward_step
+    trainer/megatron/log_probs trainer/megatron/loss_metrics trainer/megatron/replay
+    trainer/megatron/replay_evidence types
+    """.split()
+)
 
 
 def code_lines(source: str) -> set[int]:
