@@ -43,15 +43,14 @@ READ = set(
     engine/backend engine/client engine/control engine/http engine/publish engine/sglang_http generation/buffer
     generation/episode generation/episode_task generation/group_scorer generation/producer
     generation/rollout_task generation/scheduler generation/shared generation/slots generation/stitch
-    generation/update_gate host_group launch/engines launch/rollout_sources
-    launch/start/rollout_sources launch/start/rollouts launch/start/run_rank launch/start/servers
-    launch/start/train launch/train layout/bins layout/microbatch layout/rows loop/async_loop loop/canaries
-    loop/device_turns loop/distribute loop/fleet loop/intake loop/outcome loop/prepare
-    loop/rank_zero loop/recorded loop/route_transport loop/run_state loop/server_checksums loop/server_weights
-    loop/step_proof loop/train_rollout loop/weight_update proof/judge proof/live proof/step_verdict
-    rewards/scoring routing/wire trainer/megatron/actor trainer/megatron/export trainer/megatron/forward_step
-    trainer/megatron/log_probs trainer/megatron/loss_metrics trainer/megatron/replay
-    trainer/megatron/replay_evidence types
+    generation/update_gate host_group launch/engines launch/rollout_sources launch/start/rollouts
+    launch/start/run_rank launch/start/servers launch/start/train launch/train layout/bins layout/microbatch
+    layout/rows loop/async_loop loop/canaries loop/device_turns loop/distribute loop/fleet loop/intake
+    loop/outcome loop/prepare loop/rank_zero loop/recorded loop/route_transport loop/run_state
+    loop/server_checksums loop/server_weights loop/step_proof loop/train_rollout loop/weight_update proof/judge
+    proof/live proof/step_verdict rewards/scoring routing/wire trainer/megatron/actor trainer/megatron/export
+    trainer/megatron/forward_step trainer/megatron/log_probs trainer/megatron/loss_metrics
+    trainer/megatron/replay trainer/megatron/replay_evidence types
     """.split()
 )
 

@@ -1,4 +1,4 @@
-"""Rollouts that servers generate, on rank 0: the client, the producer, and texts of the run's own kind."""
+"""Rollouts on rank 0: those that servers generate, with client, producer and canaries, and those of files and conversations."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from dataclasses import asdict, replace
 
 import numpy as np
 
+from r3train.config.files import write_atomically
 from r3train.config.rollout_settings import RolloutSection
 from r3train.cuda_environment import visible_gpus
-from r3train.data.curriculum import DifficultyOrder
+from r3train.data.curriculum import PASS_RATES_FILE, DifficultyOrder
 from r3train.data.json_lines import append_lines
 from r3train.data.templates import ChatTemplate
 from r3train.engine.backend import Request, SamplingParams
 from r3train.engine.client import SGLangClient
 from r3train.environments.named_environments import get_environment, get_tools
+from r3train.families.checks.settings_checks import replayed_index_topk
 from r3train.generation.agent_episode import AgentEpisode
 from r3train.generation.buffer import OUTCOMES_FILE, Outcome, ProducerState
 from r3train.generation.conversation import Conversation
@@ -29,7 +31,10 @@ from r3train.ids import CANARIES, NO_GROUP
 from r3train.launch.job.agents import make_agents, make_chat_endpoint
 from r3train.launch.job.checked_job import Job
 from r3train.launch.job.other_models import served_teacher
+from r3train.launch.job.resume import ResumePoint, scored_by_another, unknown_temperature
 from r3train.launch.start.servers import RunServers
+from r3train.loop.replay_source import Conversations, DumpedRollouts
+from r3train.observe.console import RunDisplay
 from r3train.types import Prompt
 
 # A crashed server loses at most one segment of each request.  On a CPU these cost a few per cent; on a GPU, where
@@ -39,6 +44,30 @@ _SEGMENT_LEN_ON_GPUS = 2048
 # drawn at the start, where texts are short
 _MOST_CANARY_ANSWERS = 64
 _ALIVE_EVERY_S = 0.5
+
+
+def build_rollouts(
+    job: Job, servers: RunServers | None, display: RunDisplay, resume: ResumePoint
+) -> GeneratedRollouts | Replayed:
+    """Build what rollouts come from: the servers, or without them the reader of what takes their place."""
+    if servers is None:
+        return Replayed(job, display.note)
+    if job.config.data.prompt_sampling == "difficulty":
+        goes_on = resume.checkpoint is not None and not resume.model_only
+        lines = (resume.checkpoint / PASS_RATES_FILE).read_text(encoding="utf-8") if goes_on else ""
+        write_atomically(servers.run_dir / PASS_RATES_FILE, lines)
+    buffer = resume.buffer(job.hf.vocab_size)
+    state = ProducerState(*buffer) if buffer is not None else None
+    warning = unknown_temperature(job.config, resume)
+    if warning is not None:
+        display.note(warning, style="yellow")
+    if state is not None and (other := scored_by_another(job, state.facts)):
+        # an episode's reward came with it
+        by_episodes = job.config.rollout.environment or job.config.agent.named
+        state = state.without_samples() if by_episodes else replace(state, score_again=True)
+        again = "generated" if by_episodes else "scored"
+        display.note(f"warning: the samples that wait are {again} again: {other}", style="yellow")
+    return GeneratedRollouts(servers, resume.start_rollout_id, state)
 
 
 class GeneratedRollouts:
@@ -300,3 +329,42 @@ def _conversations(job: Job, rollout: RolloutSection) -> Callable[[Prompt], Epis
         decode=job.decoder(),
         reply=reply,
     )
+
+
+class Replayed:
+    """Dumped rollouts or conversations: no server, so no weights to send."""
+
+    def __init__(self, job: Job, note: Callable[[str], None]):
+        self._job = job
+        self._note = note
+
+    def start_producer(self) -> DumpedRollouts | Conversations:
+        """Open the dumped rollouts, or the conversations that were read at start-up."""
+        job, config = self._job, self._job.config
+        if config.learns_conversations:
+            return Conversations(job.conversations, job.order, config.rollout.rollout_batch_size)
+        assert config.checkpoint.replay_rollouts is not None
+        fine_tunes = config.algorithm.loss_type == "sft"  # on the tokens only, at any temperature
+        return DumpedRollouts(
+            config.checkpoint.replay_rollouts,
+            temperature=None if fine_tunes else config.rollout.rollout_temperature,
+            note=self._note,
+            needs_routes=config.replay.use_rollout_routing_replay,
+            num_groups=config.rollout.rollout_batch_size,
+            group_size=config.rollout.n_samples_per_prompt,
+            steps_per_rollout=config.steps_per_rollout,
+            vocab_size=job.hf.vocab_size,
+            index_topk=replayed_index_topk(config, job.hf),
+        )
+
+    def eval_sets(self) -> list[EvalSet]:
+        """No evaluation set: nobody would answer it."""
+        return []
+
+    def route_wire_bytes(self) -> int:
+        """0: routes come from files."""
+        return 0
+
+    def close(self) -> None:
+        """End the rewards' helpers."""
+        self._job.close()

@@ -22,7 +22,7 @@ from r3train.launch.job.checked_job import eval_settings, Job
 from r3train.launch.job.resume import resume_point, ResumePoint
 from r3train.launch.job.run_dir import start_stamp
 from r3train.launch.start.build_actor import build_actor, build_run_state, export_hf, build_routes
-from r3train.launch.start.rollout_sources import build_rollouts
+from r3train.launch.start.rollouts import build_rollouts
 from r3train.launch.start.servers import RunServers
 from r3train.loop.async_loop import AsyncLoop
 from r3train.loop.distribute import broadcast_json

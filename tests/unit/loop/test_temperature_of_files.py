@@ -10,7 +10,7 @@ import pytest
 from r3train.config import RunConfig
 from r3train.launch.job import resume
 from r3train.launch.job.resume import unknown_temperature
-from r3train.launch.start.rollout_sources import build_rollouts
+from r3train.launch.start.rollouts import build_rollouts
 from r3train.loop.run_state import BUFFER_FILE
 from r3train.loop.replay_source import dump_rollout, load_rollout
 from r3train.loop.rollout_file import read_facts, read_samples, write_samples
