@@ -26,10 +26,11 @@ from r3train.config import RunConfig
 from r3train.config.algorithm_settings import AlgorithmSection
 from r3train.families.checks.settings_checks import replayed_index_topk
 from r3train.families.hf_facts import HfModelFacts
-from r3train.layout.bins import assign_microbatches, pack_bins
 from r3train.layout.microbatch import (
+    assign_microbatches,
     build_microbatch,
     current_versions,
+    pack_bins,
     row_versions,
     rows_never_computed,
     Streams,

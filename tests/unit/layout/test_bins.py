@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from r3train.layout.bins import assign_microbatches, pack_bins
+from r3train.layout.microbatch import assign_microbatches, pack_bins
 
 
 @pytest.mark.parametrize(

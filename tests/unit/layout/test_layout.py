@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from r3train.layout.bins import assign_microbatches, pack_bins
 from r3train.layout.microbatch import (
+    assign_microbatches,
     build_microbatch,
     current_versions,
+    pack_bins,
     row_versions,
     slice_microbatch,
     Streams,
