@@ -368,6 +368,21 @@ def test_asking_for_a_step_that_cannot_come_fails_instead_of_hanging():
 
 
 @virtual
+def test_a_sample_that_waits_for_its_reward_holds_no_slot():
+    backend = engine()
+
+    async def score(_sample):
+        async with asyncio.timeout(60):
+            while len(backend.requests) < 2:
+                await asyncio.sleep(1)
+        return 0.0
+
+    scored_late = {"scorer": GroupScorer(score)}
+    with producer_of(backend, scored_late, rollout_max_concurrency=1) as producer:
+        producer.next_batch(0)
+
+
+@virtual
 def test_closing_twice_in_mid_generation_leaves_no_thread():
     backend = engine(tick_s=500)
     producer = producer_of(backend)
