@@ -158,7 +158,7 @@ $(BENCH_STAMP):
 
 bench-venv: $(BENCH_STAMP)  ## Make .venv-trl with TRL, for the comparison in make bench
 
-bench: venv bench-venv  ## Measure step, publish, start and rates into benchmarks/results.json and RESULTS.md (about 10 minutes)
+bench: venv bench-venv  ## Measure step, publish, start and rates into benchmarks/results.json and RESULTS.md (about 22 minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/run_all.py --write-results $(ARGS)
 
 # of the environment in which it is called: the image's, or one that the pins for GPUs are in

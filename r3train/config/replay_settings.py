@@ -127,7 +127,7 @@ class ReplaySection(Section):
     plant_bug: Annotated[
         Literal[RouteBug, PublishBug] | None,
         requires(
-            "check_weight_update_equal or canaries > 0: nothing would notice the bug",
+            "check_weight_update_equal or canary_tokens > 0: nothing would notice the bug",
             when=_PUBLISH,
         ),
         requires("use_rollout_routing_replay: there is no replay to spoil", when=_ROUTE),

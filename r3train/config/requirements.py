@@ -30,7 +30,7 @@ _FACTS = {
     "steps_per_rollout = 1": "one optimizer step per rollout (--global-batch-size)",
     "steps_per_rollout > 1": "several optimizer steps per rollout (--global-batch-size)",
     "recheck_share > 0": "--r3-recheck-share above 0, --flush-cache-on-update and a server",
-    "canaries > 0": "canaries (--r3-canaries with the R3 check)",
+    "canary_tokens > 0": "canaries (--r3-canaries with the R3 check)",
 }
 
 

@@ -175,7 +175,7 @@ class RunConfig(Section):
         return is_wanted and self.has_engines and alone and not self.checkpoint.debug_rollout_only
 
     @property
-    def canaries(self) -> int:
+    def canary_tokens(self) -> int:
         """r3_canaries; 0 where servers are not compared, or compute in another precision than the actor."""
         alike = self.server_dtype == self.model.dtype_name
         alike &= not self.rollout.sglang.get("quantization")
@@ -297,7 +297,7 @@ class RunConfig(Section):
         return self.lora.enabled and by_broadcast and self.rollout.rollout_engines_file is None
 
     def weight_senders(self, world_size: int, *, one_node: bool) -> range:
-        """Ranks next to rank 0 that send weights to the servers; those of other ranks go through rank 0.
+        """Ranks other than 0 that send weights to the servers themselves; the rest send theirs through rank 0.
 
         They broadcast: the first of each later pipeline stage, without LoRA.  They write into shared memory: all,
         if they are on ``one_node``.

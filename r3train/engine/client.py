@@ -362,7 +362,7 @@ class SGLangClient:
             self._aborted.discard(rid)
 
     def servers(self) -> list[int]:
-        return self.members.holders(0) if self._knows_versions else self.members.present()
+        return self.members.ready() if self._knows_versions else self.members.present()
 
     def is_busy(self, server: int) -> bool:
         """True while a server has requests of this client."""

@@ -4,8 +4,6 @@
   in ``ps``, and writes it to its log with all its arguments: here the flag is added inside the
   process, and hidden in the log.
 - Schedulers send routes in the smallest type that holds them, and an indexer's choices as bits.
-- What it imports it imports first, and then waits for a line on stdin that says where its log is.  Until then a run
-  whose checks fail can end it, and no device has had anything to do.
 - Without CUDA the workers are forks of this process, and not new ones that import everything again,
   --enable-memory-saver releases memory of the CPU, and memory for a bucket of weights is kept for the next one.
 
@@ -22,17 +20,12 @@ import multiprocessing
 import os
 import runpy
 import sys
-from importlib import import_module
 
 from r3train.engine.key import ENGINE_KEY_VARIABLE
-from r3train.engine.server_guard import write_in
 from r3train.patches import note, patch, stand_in
 from r3train.cpu.torchvision_stub import declare_torchvision_ops
 
 _HIDDEN = "***"
-# by SGLang itself only once it knows its arguments
-_IMPORTED_LATER = ("sglang.srt.entrypoints.http_server", "sglang.srt.model_executor.model_runner")
-_EARLY_BYTES = 1 << 20  # of what imports have written before there was a log
 
 
 def hide_in_logs(secret: str) -> None:
@@ -96,29 +89,12 @@ def do_without_cuda() -> None:
     sparse_model.record_choices()
 
 
-def wait_for_go() -> None:
-    """Wait for the owner's line, and write in the log that it names; a terminal has none to say."""
-    line = b"" if os.isatty(0) else os.read(0, 4096)
-    if log := os.fsdecode(line[:-1]):
-        write_in(log, os.pread(1, _EARLY_BYTES, 0))
-
-
 def main() -> None:
     """Run SGLang's server in this process; its workers inherit no key."""
     key = os.environ.pop(ENGINE_KEY_VARIABLE, None)
     if key:
         hide_in_logs(key)
         sys.argv += ["--api-key", key]
-    try:
-        import_sglang()
-    finally:  # an error is for the log
-        wait_for_go()
-    # as __main__ under its own name: spawned workers import it by that name
-    runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
-
-
-def import_sglang() -> None:
-    """Import what the server needs, and put in what this project changes of it."""
     import torch
 
     from r3train.cpu import platform  # it imports torch
@@ -130,8 +106,8 @@ def import_sglang() -> None:
     from r3train.engine import compact_routes  # imports SGLang
 
     compact_routes.install()
-    for name in _IMPORTED_LATER:
-        import_module(name)
+    # as __main__ under its own name: spawned workers import it by that name
+    runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

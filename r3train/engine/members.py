@@ -149,6 +149,10 @@ class Members:
                 if (v := self._versions[i]) is not None and v >= version
             ]
 
+    def ready(self) -> list[int]:
+        """Servers that may be asked: they hold some weights of the run, whichever."""
+        return self.holders(0)
+
     def all(self) -> list[int | None]:
         """The version of every server that was numbered."""
         with self._lock:

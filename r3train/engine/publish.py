@@ -83,7 +83,7 @@ class WeightPublisher:
         raise NotImplementedError
 
     def send(self, weights: Iterator[tuple[str, torch.Tensor]], *, version: int) -> None:
-        """Send this rank's part of an update, on a rank next to rank 0."""
+        """Send this rank's part of an update, on a rank other than 0."""
         self.publish(weights, version=version)
 
     def give(self, server: int) -> int | None:

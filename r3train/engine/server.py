@@ -11,13 +11,11 @@ import re
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, KW_ONLY
 from importlib.util import find_spec
 from pathlib import Path
-from typing import IO
 
 import psutil
 
@@ -174,7 +172,7 @@ class SGLangServer:
                 " runs (openssl rand -hex 16 makes one), or bind it to 127.0.0.1"
             )
         self._guard: subprocess.Popen | None = None
-        self._stopped = self.started = False
+        self._stopped = False
 
     @property
     def addr(self) -> str:
@@ -267,48 +265,29 @@ class SGLangServer:
                 env.pop("SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD", None)
         return env
 
-    def prepare(self) -> SGLangServer:
-        """Start the server's process under its guard: it imports SGLang, and waits for ``start``."""
-        with tempfile.TemporaryFile() as early:
-            return self._spawn(early)
-
-    def start(self, log_path: Path | None = None) -> SGLangServer:
-        """Let the server read its checkpoint and serve; returns at once, ``wait_ready`` waits.
-
-        log_path: of a server that was made before its log had a place.
-        """
-        assert not self.started, "this server was started already"
-        self.log_path = log_path or self.log_path
+    def start(self) -> SGLangServer:
+        """Start the server under its guard; returns at once, ``wait_ready`` waits."""
+        assert self._guard is None, "this server was started already"
+        guard = [sys.executable, "-m", "r3train.engine.server_guard"]
+        guard += ["--owner-pid", str(os.getpid()), "--"]
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with open(self.log_path, "ab") as log:
             # None for a pipe, such as the output of r3train serve: it cannot be read again
             self._log_begin = log.tell() if log.seekable() else None
-            named = str(self.log_path.absolute()) if self._guard else ""
-            if self._guard is None:
-                self._spawn(log)
-        with contextlib.suppress(BrokenPipeError):  # check_alive says that it has ended
-            self._guard.stdin.write(os.fsencode(f"{named}\n"))
-            self._guard.stdin.flush()
-        self.started = True
-        return self
-
-    def _spawn(self, log: IO[bytes]) -> SGLangServer:
-        guard = [sys.executable, "-m", "r3train.engine.server_guard"]
-        guard += ["--owner-pid", str(os.getpid()), "--"]
-        self._guard = subprocess.Popen(
-            guard + self.command(),
-            stdin=subprocess.PIPE,  # its end of file tells the guard that the owner ended
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=self.environment(),
-            start_new_session=True,  # Ctrl-C is the owner's to handle
-        )
+            self._guard = subprocess.Popen(
+                guard + self.command(),
+                stdin=subprocess.PIPE,  # its end of file tells the guard that the owner ended
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self.environment(),
+                start_new_session=True,  # Ctrl-C is the owner's to handle
+            )
         return self
 
     def restart(self) -> SGLangServer:
         """End the server and start it again at the same address; see ``start``."""
         self.stop()
-        self._guard, self._stopped, self.started = None, False, False
+        self._guard, self._stopped = None, False
         return self.start()
 
     def check_alive(self) -> None:
@@ -327,7 +306,7 @@ class SGLangServer:
 
         Raises EngineDied as soon as the process ends, EngineError after ``start_timeout_s``.
         """
-        assert self.started, "start the server first"
+        assert self._guard is not None, "start the server first"
         began = time.monotonic()
         while True:
             self.check_alive()

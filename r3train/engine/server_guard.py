@@ -1,7 +1,6 @@
 """A small process between the trainer and a server, so that the server dies with its owner.
 
-``python -m r3train.engine.server_guard --owner-pid PID -- COMMAND...`` runs COMMAND.  A line on stdin, which COMMAND
-gets on its own, says that COMMAND may go on, and where both write from then on.  The guard ends
+``python -m r3train.engine.server_guard --owner-pid PID -- COMMAND...`` runs COMMAND.  It ends
 COMMAND and everything that COMMAND started when - the owner is gone: stdin reaches its end, or the
 guard's parent changes, - the guard gets SIGTERM or SIGINT, - COMMAND itself or one of its worker
 processes ends.  The guard exits with COMMAND's exit status.
@@ -185,26 +184,10 @@ def end_tree(child: subprocess.Popen, leftovers: set[str]) -> None:
         _remove_shared_memory(path)
 
 
-def write_in(log: str, early: bytes = b"") -> None:
-    """Let this process write to the end of a file, behind ``early``; an empty name leaves it where it writes."""
-    if log:
-        with open(log, "ab") as file:
-            file.write(early)
-            file.flush()
-            for number in (1, 2):
-                os.dup2(file.fileno(), number)
-
-
-def _owner_gone(owner_pid: int, child: subprocess.Popen, timeout_s: float) -> bool:
-    """Wait for the owner's end, or for its line, which the child gets too."""
-    stdin_fd = sys.stdin.fileno()
+def _owner_gone(owner_pid: int, stdin_fd: int, timeout_s: float) -> bool:
     readable, _, _ = select.select([stdin_fd], [], [], timeout_s)
-    if readable:
-        if not (line := os.read(stdin_fd, 4096)):
-            return True
-        write_in(os.fsdecode(line[:-1]))
-        with contextlib.suppress(BrokenPipeError), child.stdin as pipe:
-            pipe.write(line)
+    if readable and not os.read(stdin_fd, 4096):
+        return True
     return os.getppid() != owner_pid
 
 
@@ -224,7 +207,7 @@ def _watch(
     seen: dict[psutil.Process, int] = {}  # scans in a row that found it
     next_scan = 0.0
     while not stopping:
-        if _owner_gone(owner_pid, child, _POLL_S):
+        if _owner_gone(owner_pid, sys.stdin.fileno(), _POLL_S):
             return None
         status = child.poll()
         if status is not None:
@@ -266,7 +249,7 @@ def run(owner_pid: int, command: list[str]) -> int:
         env["TMPDIR"] = directory
         child = subprocess.Popen(
             command,
-            stdin=subprocess.PIPE,
+            stdin=subprocess.DEVNULL,
             env=env,
             start_new_session=True,
             # Were the guard itself killed, the server must not outlive it.

@@ -1,6 +1,6 @@
-"""The supervisor restarts the job's local servers when one dies or hangs.
+"""The supervisor sees that one of the job's local servers has died or hangs, and starts them again when it is told to.
 
-A restart starts all servers of the job again, with the checkpoint's weights and no request.  To the rest of the job the
+Who waits for servers learns it from ``check``; the loop restarts them (``loop.recovery``).  A restart starts all servers of the job again, with the checkpoint's weights and no request.  To the rest of the job the
 old ones have left, and the new ones join (``engine.members``): they get the current weights, and then requests.
 """
 

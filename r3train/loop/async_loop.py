@@ -1,6 +1,6 @@
 """The training loop: rollouts of n+1 are generated while rollout n trains.
 
-    rank 0, event loop     | generate n+1 ................... | pause | generate n+2 ..........
+    rank 0, producer       | generate n+1 ................... | pause | generate n+2 ..........
                            |                groups of n+1     |       ^
                            |                     v            |       | servers hold version n+1
     rank 0, training       | take n | cut slices | train n | publish n+1 | take n+1 | ...
@@ -11,7 +11,7 @@
 Rank 0 waits for the groups of a rollout.  The other ranks wait for rank 0: every arrow between ranks is a
 call that all ranks make, in the same order (``rank_zero_alone`` is one too).  Generation as a whole waits in two
 cases: during a weight update (as --pause-generation-mode says), and when its buffer is full because
-newer groups would be too stale (--max-weight-staleness).  One request also waits for a slot.  Training waits for no group beyond those
+newer groups would be too stale (--max-weight-staleness).  A request also waits for one of the slots of its servers.  Training waits for no group beyond those
 of its own rollout.
 
 With --colocate the two take turns on the same devices, and staleness is 0.  Servers release their memory when
@@ -94,7 +94,7 @@ class AsyncLoop:
         if config.rollout.colocate:
             self._turns = ColocatedTurns(config, actor, servers, self._recovery)
         self._canaries = None
-        if config.canaries:
+        if config.canary_tokens:
             self._canaries = Canaries(
                 config=config,
                 hf=hf,
@@ -173,10 +173,10 @@ class AsyncLoop:
                 return rollout_id
             with clock.phase("train"):
                 self._turns.actor_onloads()
-            served = self._judge_canaries(rollout_id, clock, taken.metrics)
+            canary_metrics = self._judge_canaries(rollout_id, clock, taken.metrics)
             with clock.phase("train"):
                 trained, verdict, metrics = self._train(rollout_id, taken)
-                metrics |= served
+                metrics |= canary_metrics
                 report = partial(self._report, rollout_id, metrics)
                 settle(rollout_id, trained, verdict, run_state, report)
             with clock.phase("eval_wait"):

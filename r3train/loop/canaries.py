@@ -256,11 +256,11 @@ class Canaries:
         room = min(
             context_len(self.config, self.hf) - _SPARE_TOKENS, trainer.max_tokens_per_gpu * cp
         )
-        return min(_LONGEST, self.config.canaries // _FEWEST, room - _DRAWN)
+        return min(_LONGEST, self.config.canary_tokens // _FEWEST, room - _DRAWN)
 
     @property
     def _count(self) -> int:
-        return max(_FEWEST, self.config.canaries // self._longest)
+        return max(_FEWEST, self.config.canary_tokens // self._longest)
 
     def _note_coverage(self, version: int) -> None:
         record, noise = self._records[version][0], self._noise

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from r3train.config import RunConfig
 from r3train.host_group import host_barrier, rank_zero_alone
 from r3train.loop.rank_zero import Servers
-from r3train.loop.recovery import FAILED, Recovery
+from r3train.loop.recovery import SERVER_ERRORS, Recovery
 from r3train.loop.rollout_source import RolloutSource
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class DeviceTurns:
         """Begin the actor's turn: it has all that training needs on its device."""
 
     def actor_offloads(self) -> None:
-        """Move away the weights that ``serve`` has left on the device for --check-weight-update-equal."""
+        """Move away what is left on the device: after ``revive``, or for --check-weight-update-equal."""
 
     def serve(self, send: Callable[[], Sent]) -> Sent:
         """Have ``send`` bring the weights to the servers, and begin their turn; a collective."""
@@ -116,9 +116,9 @@ class ColocatedTurns(DeviceTurns):
             if self._servers is not None:
                 try:
                     self._servers.keep_onloaded()
-                except FAILED as error:
+                except SERVER_ERRORS as error:
                     failure = error
-        if self._recovery.needed(failure):
+        if self._recovery.rank_zero_failed(failure):
             return {}, failure
         self._memory.hold("weights")
         host_barrier()
@@ -130,7 +130,7 @@ class ColocatedTurns(DeviceTurns):
             try:
                 self._servers.keep_onloaded("weights", "kv_cache")
                 self._quiet.close()
-            except FAILED as error:
+            except SERVER_ERRORS as error:
                 failure = error
         return metrics, failure
 

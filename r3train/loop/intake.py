@@ -71,7 +71,7 @@ class Intake:
                     plan, prepared, metrics = self._plan(rollout_id)
                 except recovery.caught as error:
                     failure = error
-        if recovery.needed(failure):
+        if recovery.rank_zero_failed(failure):
             self.update.revive(rollout_id, failure)
             turns.actor_offloads()
             return self.take(rollout_id)

@@ -34,8 +34,8 @@ class Policy:
 POLICIES = {
     # the user's loss failed before a weight moved: the rollout waits in the checkpoint
     "untrained": Policy(False, False, 0, "a rollout could not be trained"),
-    # replay was not exact: the weights are wrong, so no checkpoint has them
-    "replay": Policy(True, False, None),
+    # replay was not exact, or recheck or custody failed: the weights may be wrong, so no checkpoint has them
+    "claim": Policy(True, False, None),
     # the user's loss failed later: the rollout's first steps cannot be taken back
     "trained in part": Policy(True, True, 1, "a rollout was trained in part"),
     # max_bad_steps rollouts in a row with a step that was not finite; the batch is dumped
@@ -77,7 +77,7 @@ def settle(
         run_state.put_back()
     if policy.resumes_after is not None:
         run_state.save_failed(rollout_id + policy.resumes_after, str(error), policy.what)
-    if verdict is None and outcome in ("replay", "threshold"):
+    if verdict is None and outcome in ("claim", "threshold"):
         host_barrier()  # ranks other than 0 wait: rank 0 ends the job with its verdict, and would be hidden
     raise error
 

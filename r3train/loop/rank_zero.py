@@ -44,7 +44,7 @@ class Rollouts(Protocol):
     """Source of rollouts: servers (``launch.start.rollouts``), or files."""
 
     def start_producer(self) -> RolloutSource:
-        """Start what gives groups for training."""
+        """Start what gives groups for training: a ``Producer``, or another with these methods."""
 
     def resume(self) -> None:
         """Go on after an update that failed: restarted servers hold the newest weights now."""

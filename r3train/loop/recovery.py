@@ -9,8 +9,8 @@ from r3train.engine.backend import EngineError, EngineUnreachable
 from r3train.engine.publish import WeightUpdateError
 
 LOST = (EngineUnreachable, WeightUpdateError)
-# errors of servers, which leave the actor right: a restart replaces lost servers, the others end the run
-FAILED = (EngineError, WeightUpdateError)
+# they leave the actor right: a restart replaces lost servers, the others end the run
+SERVER_ERRORS = (EngineError, WeightUpdateError)
 
 
 class Recovery:
@@ -31,14 +31,14 @@ class Recovery:
         """The exceptions that a restart fixes."""
         return LOST if self._enabled else ()
 
-    def needed(self, failure: BaseException | None) -> bool:
-        """True where rank 0's servers failed; a collective."""
+    def rank_zero_failed(self, failure: BaseException | None) -> bool:
+        """True on every rank where rank 0's servers failed; a collective.  failure: on rank 0."""
         return bool(broadcast_json(failure is not None))
 
     def restart(self, cause: BaseException | None) -> BaseException | None:
         """Start the servers again after rank 0's ``cause``; a collective.
 
-        Returns the error that prevents it, or None: the cause itself where a restart would not fix it.
+        Returns None after a restart, else the error that prevents it; where a restart would not fix the cause, the cause.
         """
         failure: BaseException | None = None
         with rank_zero_alone():

@@ -218,14 +218,14 @@ def _by_files(
 
 
 def _senders(config: RunConfig) -> range:
-    """Return the ranks that send weights next to rank 0."""
+    """Return the ranks other than 0 that send weights themselves."""
     return config.weight_senders(dist.get_world_size(), one_node=one_node(os.environ))
 
 
 def build_sender(
     config: RunConfig, hf: HfModelFacts, weights: ServerWeights | None
 ) -> WeightPublisher | None:
-    """Build what sends a rank's part of the weights next to rank 0, None on ranks that send none.
+    """Build what sends the part of a rank other than 0, None on ranks that send none.
 
     A collective where there are such ranks.  weights: on rank 0, its servers ready.
     """

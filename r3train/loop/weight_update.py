@@ -23,7 +23,7 @@ from r3train.loop.device_turns import DeviceTurns, Sent
 from r3train.loop.distribute import broadcast_json, gather_json
 from r3train.loop.server_checksums import ServerChecksums
 from r3train.loop.rank_zero import RankZero
-from r3train.loop.recovery import FAILED, Recovery
+from r3train.loop.recovery import SERVER_ERRORS, Recovery
 from r3train.loop.rollout_source import RolloutSource
 from r3train.loop.run_state import RunState
 
@@ -31,7 +31,7 @@ from r3train.loop.run_state import RunState
 # which an eighth is more than this
 _EXPORTED_AGAIN = 8
 _EXPORTED_AGAIN_BYTES = 8 << 30
-# where tensors are gathered to, by the transport, if ranks next to rank 0 send their own
+# where tensors are gathered to, by the transport, if other ranks than 0 send their own
 _SENDERS = {"distributed": "leaders", "shared_memory": "owners"}
 
 if TYPE_CHECKING:
@@ -80,8 +80,8 @@ class Update:
 class WeightUpdate:
     """Publishes weight versions; all ranks call its methods together.
 
-    rank_zero: None on other ranks; sender: of this rank's own part of the weights, where it sends one next to
-    rank 0; canaries, checksums: None where they are off.
+    rank_zero: None on other ranks; sender: of this rank's part of the weights, where a rank other than 0 sends one;
+    canaries, checksums: None where they are off.
     """
 
     config: RunConfig
@@ -131,7 +131,7 @@ class WeightUpdate:
         if self._source is not None and not self.config.serves_adapters:
             quiet = self.turns.quiet(self._source)
         metrics, failure = self._serve(weight_version, quiet)
-        if self.recovery.needed(failure):
+        if self.recovery.rank_zero_failed(failure):
             metrics = self.revive(weight_version, failure)
         self._servers_hold_base = self.turns.servers_keep_weights
         if self.config.trainer.check_weight_update_equal:
@@ -162,7 +162,7 @@ class WeightUpdate:
                 self.canaries.restarted()
             # new servers have nothing in flight; waiting requests are sent afterwards
             metrics, failure = self._serve(weight_version, nullcontext())
-            if not self.recovery.needed(failure):
+            if not self.recovery.rank_zero_failed(failure):
                 self._servers_hold_base = self.turns.servers_keep_weights
                 if self.rank_zero is not None:
                     self.rank_zero.rollouts.resume()
@@ -276,12 +276,14 @@ class WeightUpdate:
             )
 
     def _failed(self, update: Update, error: Exception) -> BaseException | None:
-        """Rank 0: let the other ranks go on after an error; returns it where the servers' restart may mend it.
+        """Rank 0: let the other ranks go on after an error, and say what becomes of the update.
 
-        Raises an error that is neither the servers' nor the source's.
+        Returns the error where ``revive`` may mend it.  Returns None where the run goes on without an update: generation
+        failed for good (``recovery.fatal``), or no server is there, and the next ``take`` revives.  Generation rests until
+        ``Rollouts.resume`` then.  Raises an error that is neither the servers' nor the source's.
         """
         generating_failed = self._source is not None and error is self._source.failure
-        if not generating_failed and not isinstance(error, FAILED):
+        if not generating_failed and not isinstance(error, SERVER_ERRORS):
             raise error
         self._let_others_go_on(update)
         changes = self.config.servers_change and not self.config.serves_adapters

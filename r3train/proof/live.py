@@ -27,11 +27,11 @@ from r3train.types import ReplayEvidence, RouteShape
 
 @dataclass(frozen=True)
 class StepClaims:
-    """Claims that rank 0 judges of a step next to its replay.
+    """What rank 0 knows of a step next to its replay.
 
-    rechecked: comparisons with samples that were rechecked, None without any to expect; missed: see ``Recheck``;
-    custody: the sessions of agents; served: the canaries of the step's weights, None without any; held: servers whose
-    checksums of these weights were judged.
+    To judge with the step: rechecked: comparisons with samples that were rechecked, None without any to expect; missed:
+    see ``Recheck``; custody: the sessions of agents.  Judged before the step, where a fault has ended the run: served:
+    the verdict of the canaries on its weights, None without any; held: servers whose checksums of these weights were right.
     """
 
     rechecked: Sequence[RecheckRecord] | None = None

@@ -418,7 +418,7 @@ class StepVerdict:
         return suspicion_texts([*self.statistics, *rechecked], self.limit, f"step {self.step}")
 
     def failed_claim(self) -> tuple[str, str]:
-        """Return ("replay", text) if replay was not exact, ("threshold", text) if only that was exceeded.
+        """Return ("claim", text) if replay, recheck or custody failed, ("threshold", text) if only that was exceeded.
 
         ("", "") for a step that passed.  The text has the first failures; the threshold's is a contract.
         """
@@ -431,7 +431,7 @@ class StepVerdict:
             failures += self.recheck.failures
             failures += suspicion_texts(over, self.limit, f"step {self.step}")
         failures += [f"custody: {text}" for text in self.custody.failures] if self.custody else []
-        kind = "replay" if failures else "threshold"
+        kind = "claim" if failures else "threshold"
         if self.threshold_error is not None:
             return kind, self.threshold_error
         shown = "\n  ".join(str(f) for f in failures[:8])

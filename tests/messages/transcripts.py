@@ -40,16 +40,12 @@ class Ended(BaseException):
 
 
 def start(tiny: Path, *flags: str, environment: dict | None = None) -> Result:
-    """Run ``train_async.py`` with the demo's files, as a rank of torchrun would; None takes a variable away.
-
-    No server is prepared while the checks are made: each is a process that imports SGLang.
-    """
+    """Run ``train_async.py`` with the demo's files, as a rank of torchrun would; None takes a variable away."""
     recipe = () if "--config" in flags else ("--config", str(ROOT / "configs/tiny_cpu.toml"))
     files = ("--hf-checkpoint", str(tiny / "model"), "--prompt-data", str(tiny / "prompts.jsonl"))
     words = [*files, *recipe, "--use-rollout-routing-replay", *flags]
     ranks = {"RANK": None, "WORLD_SIZE": None, **(environment or {})}
-    with patch("r3train.launch.start.train.prepare_servers", lambda config: []):
-        return CliRunner().invoke(train_async.main, words, env=ranks)
+    return CliRunner().invoke(train_async.main, words, env=ranks)
 
 
 @dataclass(frozen=True)

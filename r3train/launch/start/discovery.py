@@ -153,11 +153,11 @@ class Discovery:
     def let_lost_leave(self) -> None:
         """Let servers leave that give no sign of life."""
         # SGLang answers /health by a token of its own, which waits while weights are loaded
-        loads, now = not self.members.holders(0), time.monotonic()
+        loads, now = not self.members.ready(), time.monotonic()
         errors = self.control.look_for_life(
             "/model_info" if loads else "/health", self.health_timeout_s
         )
-        if not loads and not self.members.holders(0):
+        if not loads and not self.members.ready():
             return  # an update has begun
         for server, error in errors.items():
             if error is None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +12,6 @@ import click
 from r3train.config import RunConfig
 from r3train.families.checks.settings_checks import replayed_index_topk
 from r3train.families.hf_facts import HfModelFacts
-from r3train.families.read_facts import read_hf_facts
 from r3train.engine.addresses import LOOPBACK
 from r3train.engine.key import engine_api_key
 from r3train.engine.server import SGLangServer
@@ -25,53 +22,29 @@ if TYPE_CHECKING:
     from r3train.launch.job.checked_job import Job
 
 
-def prepare_servers(config: RunConfig) -> list[SGLangServer]:
-    """Let this run's servers import what they need while its checks run: ``start_servers`` starts them.
-
-    None where a check will refuse the run for what its servers need, and of fp8, whose checkpoint is not written yet.
-    """
-    if config.serves_fp8:
-        return []
-    servers: list[SGLangServer] = []
-    with suppress(ValueError, OSError):  # the checks say it
-        servers = _build_servers(config, read_hf_facts(config.model.hf_checkpoint), Path())
-    return [server.prepare() for server in servers]
-
-
-def start_servers(
-    job: Job, run_dir: Path, num_ranks: int | None = None, prepared: Sequence[SGLangServer] = ()
-) -> list[SGLangServer]:
+def start_servers(job: Job, run_dir: Path, num_ranks: int | None = None) -> list[SGLangServer]:
     """Start this run's servers and return at once; none where others generate, or nobody does.
 
     num_ranks: ranks of this node, which take the first GPUs; None means as torchrun says.
-    prepared: these servers, where they import already.
     Raises ValueError for a server's flags or GPUs; then none is started.
     """
-    servers = prepared or _build_servers(job.config, job.hf, run_dir, num_ranks)
-    if servers and job.config.serves_fp8:
-        checkpoint = job.config.server_checkpoint(run_dir)
-        click.echo(f"writing the servers' checkpoint in fp8: {checkpoint} ...", err=True)
-        write_fp8_checkpoint(job.hf, checkpoint)
-    names = [f"sglang_{i}.log" for i in range(len(servers))] if len(servers) > 1 else ["sglang.log"]
-    return [server.start(run_dir / "logs" / name) for server, name in zip(servers, names)]
-
-
-def _build_servers(
-    config: RunConfig, hf: HfModelFacts, run_dir: Path, num_ranks: int | None = None
-) -> list[SGLangServer]:
+    config, hf = job.config, job.hf
     if not config.has_engines or config.rollout.has_external_servers:
         return []
     checkpoint = config.server_checkpoint(run_dir)
     gpus = server_gpus_here(config, num_ranks)
+    if config.serves_fp8:
+        click.echo(f"writing the servers' checkpoint in fp8: {checkpoint} ...", err=True)
+        write_fp8_checkpoint(hf, checkpoint)
     # one key for all servers, which only this job knows: every user of the node reaches loopback
     api_key = engine_api_key(os.environ) or secrets.token_hex(16)
-    servers = []
-    for i in range(config.rollout.rollout_num_engines):
+    servers, count = [], config.rollout.rollout_num_engines
+    for i in range(count):
         args = _server_args(config, i, gpus)
         server = build_server(
             config,
             hf,
-            run_dir / "logs",
+            run_dir / "logs" / ("sglang.log" if count == 1 else f"sglang_{i}.log"),
             args,
             i,
             checkpoint,
@@ -81,7 +54,7 @@ def _build_servers(
             adapter_flags=_adapter_flags(config, hf),
         )
         servers.append(server)
-    return servers
+    return [server.start() for server in servers]
 
 
 def build_server(

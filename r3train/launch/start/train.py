@@ -18,7 +18,7 @@ import click
 from r3train.config import RunConfig
 from r3train.config.options import train_options, usage_errors
 from r3train.launch.gpus import server_gpus_here, torchruns_number
-from r3train.launch.start.local_servers import prepare_servers, start_servers
+from r3train.launch.start.local_servers import start_servers
 from r3train.launch.job.run_dir import claim_directories, raise_file_limit
 from r3train.cpu.torchvision_stub import declare_ops_for_imports
 from r3train.patches import patch
@@ -50,12 +50,9 @@ def main(config: RunConfig) -> None:
 
                 show_dry_run(config, world_size)
             return
-    with ExitStack() as claims, ExitStack() as held:
-        run_dir, servers = None, prepare_servers(config) if rank == 0 else []
-        for server in servers:
-            held.callback(server.stop)
+    with ExitStack() as claims:
+        run_dir, servers = None, []
         with usage_errors():
-            # it takes a second, in which the servers begin
             from r3train.launch.job.preflight import By, preflight
 
             by = By.JOB if rank == 0 else By.NODE if for_node else By.RANK
@@ -65,7 +62,9 @@ def main(config: RunConfig) -> None:
                 server_gpus_here(config)
                 run_dir = claim_directories(config, claims)
                 if not config.rollout.colocate:
-                    servers = start_servers(job, run_dir, prepared=servers)
+                    servers = start_servers(job, run_dir)
+                    for server in servers:
+                        claims.callback(server.stop)
         # from here on there is a display to close
         signal.signal(signal.SIGINT, signal.default_int_handler)
         from r3train.launch.start.rank import run  # it imports torch

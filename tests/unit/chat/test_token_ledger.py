@@ -149,7 +149,7 @@ def test_a_step_whose_custody_failed_has_failed_and_says_so():
     verdict = StepVerdict(3, [], [], None, {}, custody=judge_custody([ledger]))
     assert not verdict.passed
     kind, text = verdict.failed_claim()
-    assert kind == "replay" and "R3 check failed at step 3:\n  custody: sample 641: tokens" in text
+    assert kind == "claim" and "R3 check failed at step 3:\n  custody: sample 641: tokens" in text
     assert replace(verdict, custody=None).passed
 
 

@@ -56,7 +56,7 @@ def test_servers_are_compared_where_they_can_compute_and_hold_what_the_actor_doe
     fields, tokens, holds
 ):
     made = config(**fields)
-    assert (made.canaries, made.judges_checksums) == (tokens, holds)
+    assert (made.canary_tokens, made.judges_checksums) == (tokens, holds)
 
 
 @pytest.mark.parametrize(

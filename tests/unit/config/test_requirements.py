@@ -23,7 +23,7 @@ FACTS: dict[str, tuple[dict, ...]] = {
     "learns_conversations": ({"loss_type": "sft", "n_samples_per_prompt": 1}, {}),
     "steps_per_rollout": ({"global_batch_size": 8}, {"global_batch_size": 16}),
     "recheck_share": (CHECKED | {"r3_recheck_share": 0.5}, {"r3_recheck_share": 0.0}),
-    "canaries": (CHECKED, {"r3_canaries": 0}),
+    "canary_tokens": (CHECKED, {"r3_canaries": 0}),
 }
 NUMBERS = (1, 2, 3, 0, 4, 5, 8, 9, 10, 0.5, 0.1, 2.0, -1, 64)
 TEXTS = ("x", "q_proj", "m:f", "http://h:1", "{rollout_id}", "0.0.0.0")

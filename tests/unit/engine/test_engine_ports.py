@@ -9,7 +9,7 @@ from tests.unit.local_servers import servers_of_rank_0
 @pytest.fixture
 def started(monkeypatch, tmp_path):
     """``started(sglang)`` gives the two servers that a job with these flags would start."""
-    monkeypatch.setattr(SGLangServer, "start", lambda self, log_path=None: self)
+    monkeypatch.setattr(SGLangServer, "start", lambda self: self)
 
     def start(**sglang) -> list[SGLangServer]:
         return servers_of_rank_0(tmp_path, 2, **sglang)

@@ -42,7 +42,7 @@ async def test_a_server_that_was_in_use_and_says_another_label_is_used_no_more()
     async with control_of(holding("2"), holding("1")) as engine:
         engine.members.record(2)
         await asyncio.to_thread(engine.confirm_version, 2)
-        assert engine.members.all() == [2, None] and engine.members.holders(0) == [0]
+        assert engine.members.all() == [2, None] and engine.members.ready() == [0]
 
 
 async def test_during_an_update_from_disk_and_after_a_failed_one_no_version_is_known():

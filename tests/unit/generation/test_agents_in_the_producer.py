@@ -64,7 +64,10 @@ async def three_turns_and_a_fork(access: Access) -> float:
     return 1.0
 
 
-def producer_of(engine, agent, *, most=4, recheck_share=0.0, on_failure="error", **rollout):
+def producer_of(
+    engine, agent, *, most=4, recheck_share=0.0, on_failure="error", start=0, **rollout
+):
+    """A producer of an agent's sessions; engine: a backend, or what makes one in the producer's loop."""
     play = Play()
     sampling = SamplingParams(500)
     settings = replace(play.settings, max_context_len=2000, max_calls=CALLS)
@@ -82,7 +85,7 @@ def producer_of(engine, agent, *, most=4, recheck_share=0.0, on_failure="error",
     )
     producer = Producer(
         rollout_section(**{"rollout_max_concurrency": 4, **rollout}),
-        lambda: engine,
+        engine if callable(engine) else lambda: engine,
         prompt_for,
         RequestSettings(sampling),
         episodes=Episodes(
@@ -93,6 +96,7 @@ def producer_of(engine, agent, *, most=4, recheck_share=0.0, on_failure="error",
             stats=agents.stats,
         ),
         recheck_share=recheck_share,
+        start_rollout=start,
     )
     producer.agents = agents
     return producer

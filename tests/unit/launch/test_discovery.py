@@ -79,7 +79,7 @@ async def fleet(tmp_path, monkeypatch, *fakes, gives=True, timeout_s=20.0, wait_
             health_timeout_s=timeout_s,
             wait_s=wait_s,
         )
-        stack.push_async_callback(asyncio.to_thread, it.discovery.close)
+        stack.callback(it.discovery.close)
         it.name(0)
         await asyncio.to_thread(it.discovery.start)
         fakes[0].label, fakes[0].holds = "7", "right"
@@ -113,7 +113,7 @@ async def test_by_broadcast_it_joins_without_weights_and_so_does_one_that_nobody
     async with fleet(tmp_path, monkeypatch, Server(), Server(), gives=False) as it:
         it.name(0, 1)
         await until(lambda: it.members.present() == [0, 1])
-        assert it.members.holders(0) == [0]
+        assert it.members.ready() == [0]
     async with fleet(tmp_path, monkeypatch, Server(), second := Server()) as it:
         it.members.record(None)  # as after an update that failed
         it.name(0, 1)

@@ -19,7 +19,7 @@ from tests.unit.local_servers import servers_of_rank_0
 @pytest.fixture
 def node(monkeypatch):
     """``node(gpus, ranks)`` is a node with so many GPUs visible and so many ranks of torchrun."""
-    monkeypatch.setattr(SGLangServer, "start", lambda self, log: self)
+    monkeypatch.setattr(SGLangServer, "start", lambda self: self)
     for name in ("transformer_engine", "transformer_engine.pytorch"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
 

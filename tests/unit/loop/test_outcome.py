@@ -69,7 +69,7 @@ CASES = {
         UserCodeFailed,
     ),
     # weights of a wrong replay are in no checkpoint, and the rollout does not count
-    "replay": (Trained({}), REPLAY, Recorded(), ["reported"], AssertionError),
+    "claim": (Trained({}), REPLAY, Recorded(), ["reported"], AssertionError),
     "replay, and all else": (
         Trained({}, loss_error="loss raised"),
         REPLAY,

@@ -47,14 +47,14 @@ def test_lost_servers_and_weight_updates_are_caught_and_a_refusal_is_not():
 )
 def test_a_cause_that_no_restart_fixes_is_given_back_and_nothing_restarts(one_rank, enabled, cause):
     recovery = Recovery(servers := Servers(), enabled=enabled)
-    assert recovery.needed(cause) and recovery.restart(cause) is cause
+    assert recovery.rank_zero_failed(cause) and recovery.restart(cause) is cause
     assert servers.calls == []
 
 
 def test_rank_0_restarts_where_it_has_a_failure(one_rank):
     servers = Servers()
     recovery = Recovery(servers, enabled=True)
-    assert not recovery.needed(None) and recovery.needed(EngineDied("it ended"))
+    assert not recovery.rank_zero_failed(None) and recovery.rank_zero_failed(EngineDied("it ended"))
     assert recovery.restart(EngineDied("it ended")) is None
     assert servers.calls == ["it ended"]
 

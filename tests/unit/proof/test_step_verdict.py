@@ -375,7 +375,7 @@ def test_calls_of_a_pass_that_nobody_expected_fail():
     }
     assert not verdict.passed
     claim, text = verdict.failed_claim()
-    assert claim == "replay"
+    assert claim == "claim"
     assert "step 3:\n  ref_log_prob/replay_forward layer 1: num_" in text
 
 
@@ -500,7 +500,7 @@ def test_a_failure_ends_a_job_with_the_first_eight_and_the_number_of_the_others(
 
     def text(found, **more) -> str:
         claim, said = StepVerdict(3, found, [], None, {}, **more).failed_claim()
-        assert claim == "replay"
+        assert claim == "claim"
         return said
 
     assert text(failures[:1]) == (
