@@ -53,7 +53,7 @@ def main(config: RunConfig) -> None:
     with ExitStack() as claims:
         run_dir, servers = None, []
         with usage_errors():
-            from r3train.launch.job.preflight import By, preflight
+            from r3train.launch.job.preflight import By, preflight  # all that a start reads
 
             by = By.JOB if rank == 0 else By.NODE if for_node else By.RANK
             job = preflight(config, world_size, by)
