@@ -105,6 +105,8 @@ class AsyncLoop:
                 resumed=self.resumed,
             )
             run_state.keep_more = self._canaries.keep
+            if servers is not None:
+                servers.score_joiner = self._canaries.score_joiner
         checksums = None
         if config.judges_checksums:
             checksums = ServerChecksums(config, rank_zero, self.evidence)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -58,7 +59,7 @@ from r3train.proof.served_verdict import (
     ServedRecord,
     ServerScores,
 )
-from r3train.proof.suspicion import Suspicions
+from r3train.proof.suspicion import bounded_mean, SUSPECT_FROM, Suspicions
 from r3train.proof.writer import EvidenceWriter
 from r3train.types import CanaryScores, Prompt, RankTopology, RolloutSample, Scores, TrainSample
 
@@ -122,6 +123,7 @@ class Canaries:
         self._texts: list[np.ndarray] = []
         self._cached: list[int] = []  # cached tokens of each text's second scores, at the start
         self._noise: CanaryNoise | None = None
+        self._usual_apart = 0.0  # of log-probs of two sound servers, experts included
         # gap_mean of the start that the checkpoint tells of
         self._noise_before: float | None = None
         self._suspicions = Suspicions(self.config.suspect_limit)
@@ -190,6 +192,8 @@ class Canaries:
         if self.rank_zero is not None:
             self._noise = self._measured(version, repetitions, actor_log_probs, repeated, router)
             self._texts = texts
+            unreplayed = self._live or kept_log_probs
+            self._usual_apart = self._largest_apart(repetitions, kept_scores, unreplayed)
             self._cached = [
                 r.warm.cached_tokens for r in next(iter(kept_scores.values()))[:_HALVED]
             ]
@@ -249,6 +253,20 @@ class Canaries:
         twice = [(a.early, b.early) for a, b in pairs[:_HALVED]]
         return difference(twice + [(a.whole, b.whole) for a, b in pairs], self._moe_layers)
 
+    def _largest_apart(
+        self,
+        repetitions: list[dict[int, list[CanaryScores]]],
+        kept_scores: dict[int, list[CanaryScores]],
+        unreplayed: dict[int, list[np.ndarray]],
+    ) -> float:
+        """The largest mean of |log-prob differences| at the start: of servers' scores, and of the actor's without replay."""
+        every = [_given(scores) for repetition in repetitions for scores in repetition.values()]
+        pairs = [(every[0], other) for other in every[1:]]
+        for server, log_probs in unreplayed.items():
+            mine = [a[1 : len(text)] for text, a in zip(self._texts, log_probs)]
+            pairs.append((_given(kept_scores[server]), np.concatenate(mine)))
+        return max(self._noise.least_mean, *(float(np.abs(a - b).mean()) for a, b in pairs))
+
     @property
     def _longest(self) -> int:
         """Tokens of a canary: all are as long."""
@@ -300,6 +318,30 @@ class Canaries:
         self._sent, self._unjudged = None, {}
         if self.ready and self._is_due():
             self._sent = self._ask(self._texts, version)
+
+    def score_joiner(self, server: int, twin: int, version: int) -> str:
+        """Rank 0, any thread: say how far a server that joins is from ``twin``, which holds the same weights.
+
+        Both score the canaries, again while that is suspect.  Raises ValueError once it is more than suspect (see
+        ``suspicion``), and the servers' errors.
+        """
+        limit, seen, text = self.config.suspect_limit, Suspicions(), "unscored"
+        for _ in range(math.ceil(limit) if self.ready else 0):
+            keys = [f"{self._name}-{secrets.token_hex(4)}" for _ in self._texts]
+            how = dict(halves=0, drawn=0, at_once=1, servers=[server, twin])
+            scores, _ = self.rank_zero.weights.read_canaries(self._texts, keys, version, **how)()
+            off = np.abs(_given(scores[server]) - _given(scores[twin]))
+            mean, usual = bounded_mean(off, self._usual_apart), self._usual_apart
+            found = seen.see("JOINS", server, mean, start=usual, least=self._noise.least_mean)
+            text = (
+                f"its canaries are {mean:.2g} nats from those of server {twin}, usual {usual:.2g}"
+            )
+            if found.sum >= limit:
+                raise ValueError(text)
+            if found.sum < SUSPECT_FROM:
+                return text
+            logger.warning("suspect: server %d, which joins: %s", server, text)
+        return text
 
     def _is_due(self) -> bool:
         """True for the first updates, and where the last judgement was paid for by the time since."""
@@ -579,6 +621,12 @@ class Canaries:
             }
         except (OSError, SafetensorError, LookupError, TypeError, ValueError) as error:
             raise ValueError(f"{path}: not a whole file of canaries: {error}") from None
+
+
+def _given(scores: Sequence[CanaryScores]) -> np.ndarray:
+    """The log-probs of all given tokens but each text's first: float64[N]."""
+    parts = [s.whole.log_probs[1 : len(s.whole.rows) + 1 - len(s.whole.sampled)] for s in scores]
+    return np.concatenate(parts).astype(np.float64)
 
 
 def _size(difference: Difference) -> tuple[int, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -20,6 +21,7 @@ class Servers(Protocol):
     """The servers of a run, as the loop needs them (``launch.start.servers``)."""
 
     is_deserted: bool  # servers come and go, and none is there
+    score_joiner: Callable[[int, int, int], str]  # see ``Canaries.score_joiner``
 
     def restart(self, cause: str) -> None:
         """Let lost servers leave, or start those of the run again; new ones get no request before the next publish."""

@@ -150,19 +150,20 @@ class ServerWeights:
         halves: int,
         drawn: int,
         at_once: int,
+        servers: Sequence[int] | None = None,
     ) -> Callable[[], tuple[dict[int, list[CanaryScores]], float]]:
-        """Let every server in use score texts, ``at_once`` at a time.
+        """Let every server in use score texts, ``at_once`` at a time, or these servers.
 
         keys: the cache key of each text; halves: so many of the first texts are also read from the middle; drawn: tokens
         that a server draws after each.  A server that does not hold ``version`` is not in use.  The result waits for
         {server: scores of each text} and the seconds that they took.
         """
-        servers = self._members.holders(version)
+        scoring = self._members.holders(version) if servers is None else servers
         replays = self._config.replay.use_rollout_routing_replay
         routes = self._hf.route_shape if replays else None
 
         async def server_scores(server: int) -> list[CanaryScores]:
-            if server not in servers:
+            if server not in scoring:
                 return []
             slots = asyncio.Semaphore(at_once)
 
@@ -185,11 +186,11 @@ class ServerWeights:
 
         async def all_scores() -> tuple[dict[int, list[CanaryScores]], float]:
             began = time.monotonic()
-            every = await self._control.each(server_scores)
+            every = await self._control.each(server_scores, servers)
             read = {server: scores for server, scores in every.items() if scores}
             return read, time.monotonic() - began
 
-        if not servers:  # all have left, and the next ones get these weights anew
+        if not scoring:  # all have left, and the next ones get these weights anew
             return lambda: ({}, 0.0)
         adapter = adapter_name(self._adapters.newest) if self._adapters is not None else None
         return self._control.begin(all_scores())

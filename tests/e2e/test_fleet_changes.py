@@ -167,3 +167,30 @@ def test_a_server_that_dies_in_a_broadcast_leaves_and_the_update_is_made_again(
         os.unlink(b.address)
         metrics = settle(process, run, 12)
     assert metrics[-1]["fleet/servers"] == 1 and metrics[-1]["fleet/left"] == 1
+
+
+def test_one_that_rounds_otherwise_joins_and_one_whose_scores_are_of_something_else_is_refused(
+    start, tmp_path, tiny_flags, monkeypatch
+):
+    """The tensors of both are right; servers round by their batches, each otherwise (``rounding_server``)."""
+    monkeypatch.setenv("PYTHONPATH", f"{jobs.ROOT / 'tests/e2e/rounding_server'}:{jobs.ROOT}")
+    monkeypatch.setenv("ROUNDING_SEED", "pid")
+
+    def rounding(name: str, eps: str) -> Server:
+        monkeypatch.setenv("ROUNDING_EPS", eps)
+        return start(name, "--rollout-server-env", "ROUNDING_EPS", "ROUNDING_SEED")
+
+    first = rounding("first", "1e-1")
+    disk = ("--update-weight-transfer-mode", "disk")
+    with job(tmp_path, tiny_flags, 200, *disk) as (_, run, until):
+        until(lambda: first.is_up() and steps_done(run) >= 2)
+        sound, wrong = rounding("sound", "1e-1"), rounding("wrong", "3")
+        until(lambda: sound.is_up() and wrong.is_up())
+        urls = sound.url, wrong.url
+        until(lambda: len(changes(run)) == 3)
+        at = steps_done(run)
+        until(lambda: steps_done(run) >= at + 2)
+    lines = [json.loads(line) for line in (run / "servers.jsonl").read_text().splitlines()]
+    told = {line["url"]: line for line in lines[1:]}
+    print(*(line["why"] for line in told.values()), sep="\n")
+    assert [told[url]["what"] for url in urls] == ["joined", "refused"]

@@ -2,7 +2,7 @@
 
 Every second one reads the addresses that are named, and asks all members for a sign of life; another for each address admits it:
 
-    a new address         the run's checks, the newest weights, the checksums of a server that holds them: it joins
+    a new address         the run's checks, the newest weights, checksums and scores of a server that holds them: it joins
                           without such a server, or by broadcast: it joins, and gets its first request after an update
     one that is refused   said once; tried again every 5 s, but what holds other weights not before its name was away
     one that is away      no new request; it leaves when its calls have ended
@@ -41,7 +41,8 @@ class Discovery:
     """Lets servers join and leave.
 
     source: the file or directory of their addresses.  examine: raises EngineError or ValueError for a server, by its number,
-    that does not go with the run.  publisher: makes the run's, once a server is known.  is_busy: whether a server has
+    that does not go with the run.  score: compares what it computes with a server that holds the same weights of a version;
+    raises ValueError where that is something else, or says how far it is apart.  publisher: makes the run's, once a server is known.  is_busy: whether a server has
     requests.  note: says a line.
     """
 
@@ -49,6 +50,7 @@ class Discovery:
     members: Members
     control: EngineControl
     examine: Callable[[int], None]
+    score: Callable[[int, int, int], str]
     publisher: Callable[[], WeightPublisher]
     is_busy: Callable[[int], bool]
     note: Callable[[str], None]
@@ -221,7 +223,8 @@ class Discovery:
         if wrong:
             names = ", ".join(wrong[:4])
             raise ValueError(f"{len(wrong)} tensors are not those of server {twins[0]}: {names}")
-        return version, f"{len(held)} tensors are those of server {twins[0]}"
+        scored = self.score(server, twins[0], version)
+        return version, f"{len(held)} tensors are those of server {twins[0]}, {scored}"
 
     def _say_if_deserted(self) -> None:
         now = time.monotonic()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -71,6 +71,7 @@ class RunServers:
         self.pool_facts: str | None = None  # how much their KV pools hold
         self.own = list(prepared)
         self.supervisor: EngineSupervisor | None = None  # of them
+        self.score_joiner: Callable[[int, int, int], str] = lambda server, twin, version: "unscored"
         self._discovery: Discovery | None = None
         self._counts = Counter[str]()  # servers that joined and left
         self._last_loss = ""
@@ -149,6 +150,7 @@ class RunServers:
                 members=self.members,
                 control=self.control,
                 examine=self._examine,
+                score=lambda server, twin, version: self.score_joiner(server, twin, version),
                 publisher=lambda: self.weights.publisher,
                 is_busy=lambda server: self.client is not None and self.client.is_busy(server),
                 note=lambda text: self.display.note(text, style="yellow"),

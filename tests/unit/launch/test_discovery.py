@@ -73,6 +73,7 @@ async def fleet(tmp_path, monkeypatch, *fakes, gives=True, timeout_s=20.0, wait_
             members=members,
             control=control,
             examine=lambda server: None,
+            score=lambda server, twin, version: "",
             publisher=lambda: Disk(control) if gives else WeightPublisher(),
             is_busy=it.busy.__contains__,
             note=it.notes.append,

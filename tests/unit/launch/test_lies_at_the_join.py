@@ -63,6 +63,7 @@ LIES = {
         said="w",
         is_banned=True,
     ),
+    "scores": Lie("scores", said="nats", is_banned=True),
     "a key": Lie("/server_info", 401, said="401"),
     "a full queue when it is asked": Lie("/server_info", 429, times=1),
     "a full queue when it is given weights": Lie(LOAD, 503, said="503", timeout_s=0.5),
@@ -128,6 +129,13 @@ async def run_with(liar, tiny, tmp_path, monkeypatch, timeout_s=20.0, first_lie=
     job = SimpleNamespace(config=settings, hf=read_hf_facts(model), longest_prompt=4)
     servers = RunServers(job, tmp_path, RunDisplay(3, enabled=False), RoutesOnRank0(None, ()))
 
+    def score(server, twin, version):
+        if liar.lie is not None and liar.lie.path == "scores":
+            raise ValueError("2 nats")
+        return ""
+
+    servers.score_joiner = score
+
     def update(version):
         with servers.unchanged():
             weights = iter([("model.norm.weight", torch.zeros(8))])
@@ -136,6 +144,11 @@ async def run_with(liar, tiny, tmp_path, monkeypatch, timeout_s=20.0, first_lie=
     def begin_update():
         with servers.unchanged():
             pass
+
+    async def looked():
+        """Wait until the addresses were read a few times: with each reading the first server is asked for life."""
+        before = len(first.paths)
+        await until(lambda: len(first.paths) > before + 5)
 
     def lines():
         return [json.loads(line) for line in (tmp_path / "servers.jsonl").read_text().splitlines()]
@@ -154,6 +167,7 @@ async def run_with(liar, tiny, tmp_path, monkeypatch, timeout_s=20.0, first_lie=
             yield SimpleNamespace(
                 **dict(servers=servers, members=servers.members, addr=addr, name=name),
                 update=lambda version: asyncio.to_thread(update, version),
+                looked=looked,
                 begin_update=lambda: asyncio.to_thread(begin_update),
                 whats=lambda: [(line["server"], line["what"]) for line in lines()],
                 refused=lambda: [line for line in lines() if line["what"] == "refused"],
@@ -184,10 +198,10 @@ async def test_a_lie_at_the_join_is_refused_with_its_address_or_outlived(
         loads = liar.paths.count(LOAD)
         liar.mend()
         if lie.is_banned:
-            await asyncio.sleep(0.3)
+            await run.looked()
             assert liar.paths.count(LOAD) == loads and run.members.present() == [0]
             run.name()
-            await asyncio.sleep(0.3)
+            await run.looked()
             run.name(run.addr)
         await until(lambda: run.whats()[-1] == (1, "joined"))
         assert run.members.holders(7) == [0, 1]
@@ -203,7 +217,7 @@ async def test_an_address_that_is_taken_back_while_it_is_admitted_joins_when_it_
         run.name(run.addr)
         await until(lambda: liar.told)
         run.name()
-        await asyncio.sleep(0.3)
+        await run.looked()
         liar.mend()
         await until(run.refused)
         assert run.refused()[0]["url"].endswith(run.addr)

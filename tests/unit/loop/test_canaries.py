@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
@@ -120,23 +121,25 @@ class Fleet:
         self.returns_routes = returns_routes
         self.seconds = 0.0  # that servers take for all canaries
         self.decodes_with: float | None = None  # other weights than those of a prefill
+        self.rounds = lambda: 0.0  # weights are so much off in a call
 
     def canary_texts(self, count, longest):
         random = np.random.default_rng(0)
         return [random.integers(0, 256, longest).astype(np.int32) for _ in range(count)]
 
-    def read_canaries(self, texts, keys, version, *, halves, drawn, at_once):
+    def read_canaries(self, texts, keys, version, *, halves, drawn, at_once, servers=(0, 1)):
         self.asked.append((version, len(texts), at_once, keys[0], halves))
         assert len(set(keys)) == len(texts)
         places = [(*of, i < halves) for i, of in enumerate(zip(texts, keys))]
-        scores = {s: [self.read(s, *place, drawn) for place in places] for s in (0, 1)}
+        scores = {s: [self.read(s, *place, drawn) for place in places] for s in servers}
         return lambda: (scores, self.seconds)
 
     def read(self, server, text, key, halved, drawn):
         half, old = len(text) // 2, self.cached[server].get(key)
-        log_probs, rows = said(text, self.weights[server])
+        weights = self.weights[server] + self.rounds()
+        log_probs, rows = said(text, weights)
         sampled = (text[-1] + 7 * np.arange(drawn, dtype=np.int32)) % 256
-        whole, whole_rows = said(np.concatenate([text, sampled]), self.weights[server])
+        whole, whole_rows = said(np.concatenate([text, sampled]), weights)
         if self.decodes_with is not None:
             decoded, _ = said(np.concatenate([text, sampled]), self.decodes_with)
             whole[len(text) :] = decoded[len(text) :]
@@ -305,6 +308,36 @@ def test_a_server_that_was_out_of_use_is_held_against_what_it_said_before(run):
     run.fleet.read_canaries = every
     with pytest.raises(NotServed, match="MOVED: server 1, weight version 3: .* of version 1"):
         run.update(3, spoil=stale(1, 0.1))
+
+
+@pytest.mark.parametrize("limit, tries", [(1.0, 1), (5.0, 5), (0.0, 0)])
+def test_a_server_that_joins_is_refused_where_it_scores_otherwise_than_one_with_its_weights(
+    limit, tries, tmp_path, one_rank
+):
+    run = Run(tmp_path, r3_suspect_limit=limit)
+    run.canaries.score_joiner(1, 0, 0)
+    assert not run.fleet.asked, "no noise is known"
+    run.canaries.begin(0)
+    run.fleet.asked.clear()
+    run.canaries.score_joiner(1, 0, 0)
+    assert len(run.fleet.asked) == min(tries, 1)
+    run.fleet.asked.clear()
+    run.fleet.weights[1] = 0.04  # whose experts are chosen as before
+    with pytest.raises(ValueError) if limit else nullcontext():
+        run.canaries.score_joiner(1, 0, 0)
+    assert len({asked[3] for asked in run.fleet.asked}) == len(run.fleet.asked) == tries
+    assert run.update(1)["served/passed"], "it ends no run"
+
+
+def test_one_that_rounds_as_servers_did_at_the_start_joins(tmp_path, one_rank):
+    run, random = Run(tmp_path, r3_suspect_limit=5.0), np.random.default_rng(0)
+    run.fleet.rounds = lambda: random.normal(0, 0.02)
+    run.canaries.begin(0)
+    for _ in range(200):
+        run.canaries.score_joiner(1, 0, 0)
+    run.fleet.weights[1] = 0.4
+    with pytest.raises(ValueError):
+        run.canaries.score_joiner(1, 0, 0)
 
 
 def test_an_update_that_moves_nothing_is_inconclusive(run):
