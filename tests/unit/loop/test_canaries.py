@@ -290,6 +290,7 @@ def test_a_restarted_server_may_round_otherwise(run):
     run.canaries.restarted()
     metrics = run.update(1, spoil=lambda fleet: fleet.weights.__setitem__(1, 0.1 + 1e-7))
     assert metrics["served/passed"] and run.canaries.served(1).servers == 4
+    assert all(e["version"] < line["step"] for line in run.lines() for e in line["earlier"])
     # weights that it had before are found by its bits
     with pytest.raises(NotServed, match="MOVED: server 1.* of version 0"):
         run.update(2, spoil=stale(1, 0.0))

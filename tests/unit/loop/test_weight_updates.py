@@ -28,7 +28,9 @@ from tests.unit.hf_model import facts
 
 
 @pytest.fixture(autouse=True)
-def one_rank():
+def one_rank(monkeypatch):
+    unchecked = SimpleNamespace(require=lambda *sent, **how: None)
+    monkeypatch.setattr(weight_update, "WeightIndex", lambda *of: unchecked)
     join_ranks("gloo", HashStore(), 0, 1, timeout=timedelta(seconds=60))
     yield
     leave_ranks()
@@ -60,50 +62,92 @@ class Servers:
         return nullcontext()
 
 
-def test_new_servers_of_a_lora_run_are_sent_all_tensors_and_later_the_targets_alone(monkeypatch):
-    unchecked = SimpleNamespace(require=lambda *sent, **how: None)
-    monkeypatch.setattr(weight_update, "WeightIndex", lambda *of: unchecked)
+def updates_of(servers, actor, *, canaries=None, **settings) -> WeightUpdate:
+    """The updates of a run on one rank whose lost servers are started again once."""
+    return WeightUpdate(
+        config=config(**{"max_engine_restarts": 1, **settings}),
+        hf=facts(),
+        actor=actor,
+        rank_zero=RankZero(servers, servers, servers, RunDisplay(4, enabled=False), None, None),
+        turns=DeviceTurns(),
+        recovery=Recovery(servers, enabled=True),
+        run_state=None,
+        sender=None,
+        canaries=canaries,
+    )
+
+
+def test_new_servers_of_a_lora_run_are_sent_all_tensors_and_later_the_targets_alone():
     alone, servers = [], Servers(lost_at=3)
 
     def hf_weights(*, targets_alone=False, gather_to="rank_0"):
         alone.append(targets_alone)
         return iter(())
 
-    update = WeightUpdate(
-        config=config(lora_rank=4, max_engine_restarts=1),
-        hf=facts(),
-        actor=SimpleNamespace(hf_weights=hf_weights),
-        rank_zero=RankZero(servers, servers, servers, RunDisplay(4, enabled=False), None, None),
-        turns=DeviceTurns(),
-        recovery=Recovery(servers, enabled=True),
-        run_state=None,
-        sender=None,
-    )
+    update = updates_of(servers, SimpleNamespace(hf_weights=hf_weights), lora_rank=4)
     for version in (1, 2, 3, 4):
         update.publish(version)
     # the first, one more, one that is lost and sent to the new servers, and one more
     assert alone == [False, True, True, False, True]
 
 
+def test_canaries_hear_of_restarted_servers_before_they_are_sent_to_them():
+    told, servers = [], Servers(lost_at=2)
+    canaries = SimpleNamespace(send=told.append, restarted=lambda: told.append("restarted"))
+    actor = SimpleNamespace(hf_weights=lambda **how: iter(()))
+    update = updates_of(servers, actor, canaries=canaries)
+    for version in (1, 2, 3):
+        update.publish(version)
+    assert told == [1, "restarted", 2, 3]
+
+
+class Compared(Servers):
+    """Servers that are lost at the first call of ``lost_in``, before they have read what it gives them."""
+
+    def __init__(self, lost_in: str) -> None:
+        super().__init__(lost_at=1)
+        self.lost_in = lost_in
+
+    def publish(self, weights, *, version):
+        self.lose("publish", weights)
+        return Published(version, {}, 0, 1, 0.0)
+
+    def compare(self, weights, version):
+        self.lose("compare", weights)
+        return SimpleNamespace(checkpoint=None, require_equal=lambda version: None)
+
+    def lose(self, call, weights):
+        if call == self.lost_in and self.lost_at == 1:
+            self.lost_at = -1
+            raise EngineDied("killed")
+        list(weights)
+
+
+@pytest.mark.parametrize("lost_in", ["publish", "compare"])
+def test_every_export_is_drained_also_of_an_update_that_fails(lost_in):
+    begun, ended = [], []
+
+    def hf_weights(**how):  # other ranks wait in it for rank 0
+        begun.append(how)
+        yield from ()
+        ended.append(how)
+
+    update = updates_of(
+        Compared(lost_in), SimpleNamespace(hf_weights=hf_weights), check_weight_update_equal=True
+    )
+    update.publish(1)
+    assert len(begun) == 4 and ended == begun
+
+
 @pytest.mark.parametrize("serving, told", [("merged", [1, 1]), ("adapter", [1])])
 def test_requests_may_take_weights_before_their_update_has_ended_and_no_adapter_before_it_is_loaded(
-    serving, told, monkeypatch
+    serving, told
 ):
-    unchecked = SimpleNamespace(require=lambda *sent, **how: None)
-    monkeypatch.setattr(weight_update, "WeightIndex", lambda *of: unchecked)
     nothing, servers, versions = lambda **how: iter(()), Servers(lost_at=1), []
     source = RolloutSource()
     source.set_version = versions.append
-    update = WeightUpdate(
-        config=config(lora_rank=4, lora_serving=serving, max_engine_restarts=1),
-        hf=facts(),
-        actor=SimpleNamespace(hf_weights=nothing, adapter_weights=nothing),
-        rank_zero=RankZero(servers, servers, servers, RunDisplay(4, enabled=False), None, None),
-        turns=DeviceTurns(),
-        recovery=Recovery(servers, enabled=True),
-        run_state=None,
-        sender=None,
-    )
+    actor = SimpleNamespace(hf_weights=nothing, adapter_weights=nothing)
+    update = updates_of(servers, actor, lora_rank=4, lora_serving=serving)
     update.set_source(source)
     assert update.publish(1)["rollout/weight_version"] == 1 and versions == told
 
@@ -116,23 +160,12 @@ class Deserted(Servers):
         return self.lost_at == -1
 
 
-def test_weights_that_nobody_is_there_to_get_are_made_up_for_when_a_server_has_joined(monkeypatch):
-    monkeypatch.setattr(
-        weight_update, "WeightIndex", lambda *of: SimpleNamespace(require=lambda *a, **k: 0)
-    )
+def test_weights_that_nobody_is_there_to_get_are_made_up_for_when_a_server_has_joined():
     versions, servers = [], Deserted(lost_at=1)
     source = RolloutSource()
     source.set_version = versions.append
-    update = WeightUpdate(
-        config=config(rollout_engines_file="f"),
-        hf=facts(),
-        actor=SimpleNamespace(hf_weights=lambda **how: iter(())),
-        rank_zero=RankZero(servers, servers, servers, RunDisplay(4, enabled=False), None, None),
-        turns=DeviceTurns(),
-        recovery=Recovery(servers, enabled=True),
-        run_state=None,
-        sender=None,
-    )
+    actor = SimpleNamespace(hf_weights=lambda **how: iter(()))
+    update = updates_of(servers, actor, max_engine_restarts=0, rollout_engines_file="f")
     update.set_source(source)
     assert update.publish(1) == {} and versions == [1], "requests ask for it, and wait"
     servers.lost_at = 0
