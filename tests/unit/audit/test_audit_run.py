@@ -10,11 +10,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from r3train.audit.audit_run import audit_run
+from r3train.cli import main
 from r3train.proof.writer import rank_file
+from r3train.types import ReplayEvidence
+from tests.unit.audit.test_custody import two_sessions
 from tests.unit.evidence_dirs import (
     audit_of_one_start,
+    canaries,
     comparison,
     edit,
     rows_apart,
@@ -356,6 +361,49 @@ def test_what_a_run_may_leave_passes(tmp_path, left):
     audit = audit_run(run)
     assert audit.verdict == "passed" and audit.numbers["steps"] == 3, audit.findings
     assert any("step 3 was not finished" in n for n in audit.notes) == ("not finished" in left)
+
+
+@pytest.mark.parametrize("has_verdicts", [True, False])
+def test_every_file_of_evidence_is_read_to_its_end(tmp_path, has_verdicts):
+    def made(name: str) -> list[Path]:
+        how = {"custody": two_sessions, "served": lambda step: [canaries(step)]}
+        run = write_run(tmp_path / name, rechecked=lambda step: [comparison(step)], **how)
+        if not has_verdicts:
+            (run / STEPS).write_text("")
+        return sorted(run.glob("evidence/*.jsonl"))
+
+    names = [path.name for path in made("sound")]
+    assert {"custody.jsonl", "rechecked.jsonl", "served.jsonl"} < set(names)
+    for place, name in enumerate(names):
+        path = made(name)[place]
+        with path.open("a") as file:
+            file.write('{"step": 9}\n')
+        found = audit_run(path.parents[1]).findings
+        assert any(f.claim == "covered" and f.what.startswith(name) for f in found), name
+
+
+def mismatching_at_2(call: ReplayEvidence) -> ReplayEvidence:
+    changes = {"rows_mismatch": 6, "rows_overlap": 4}
+    changes |= {"rows_current_mismatch": 5, "rows_current_equal": call.rows_current - 5}
+    return replace(call, **changes) if call.step == 2 else call
+
+
+SUSPECT = {
+    "agreement": {"change": mismatching_at_2},
+    "recheck": {"rechecked": lambda step: [comparison(step, log_prob_off=1e-3 * (step == 2))]},
+    "served": {"served": lambda step: [canaries(step, gap_mean=1e-3 if step == 2 else 4e-7)]},
+}
+
+
+@pytest.mark.parametrize("claim", SUSPECT)
+def test_a_step_is_suspect_by_any_claim_and_fails_with_strict_alone(tmp_path, claim):
+    run = write_run(tmp_path / "run", limit=5.0, **SUSPECT[claim])
+    audit = audit_run(run)
+    assert (audit.verdict, audit.claims[claim]) == ("suspect", "suspect"), audit.findings
+    assert audit.numbers["suspect"] == 1
+    for strict, code in ([], 0), (["--strict"], 1):
+        arguments = ["check-evidence", str(run), *strict]
+        assert CliRunner().invoke(main, arguments).exit_code == code
 
 
 @pytest.mark.parametrize("part_bytes", [3000, 1 << 20])

@@ -99,6 +99,12 @@ def test_noise_that_grows_with_the_model_becomes_usual_up_to_four_times_the_star
     assert last.usual <= 0.04 and last.sum > 5
 
 
+def test_a_value_above_twice_the_usual_does_not_become_usual_though_each_second_is_small():
+    suspicions = Suspicions()
+    seen = [suspicions.see("BOUND", 0, value, start=0.01) for value in [0.01, 0.024] * 100]
+    assert {s.usual for s in seen} == {0.01}
+
+
 def test_a_few_rows_are_no_more_than_none_and_forty_are():
     suspicions = Suspicions()
     few = [
