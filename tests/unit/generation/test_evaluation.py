@@ -193,6 +193,25 @@ def test_generation_with_much_to_do_leaves_an_evaluation_its_share():
         assert engine.most == 6, "more requests at once than places"
 
 
+def test_a_place_that_an_evaluation_gives_back_is_taken_though_its_set_goes_on():
+    slow_ids = set()
+
+    def slow(sample_id):
+        if sample_id >= EVAL_IDS and not slow_ids:
+            slow_ids.add(sample_id)
+        return 2000 if sample_id in slow_ids else 1
+
+    engine = Engine(slow=slow, length=lambda _: 2)
+    with producer_of(engine, eval_slots=6, num_rollout=100, max_weight_staleness=99) as producer:
+        while len(engine.running) < 6:
+            time.sleep(0.001)
+        producer.begin_evaluation([eval_set()])  # six answers, which have all places for a while
+        while not slow_ids or len(of_evaluations(engine)) < 6:
+            time.sleep(0.001)
+        time.sleep(0.1)
+        assert slow_ids < set(engine.running) and len(engine.running) == 6
+
+
 def test_when_no_rollout_is_left_an_evaluation_has_every_place():
     engine = Engine(tick_s=0.002)
     with producer_of(engine, num_rollout=1) as producer:

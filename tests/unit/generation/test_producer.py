@@ -240,6 +240,24 @@ def test_a_half_made_group_is_scored_as_a_whole_after_a_restart():
 
 
 @virtual
+def test_a_snapshot_waits_for_the_rewards_that_are_under_way_and_no_longer():
+    asked = set()
+
+    async def waits(sample):
+        asked.add(sample.group_id)
+        await asyncio.sleep(5 * (sample.group_id == 3))
+        return 1.0
+
+    with producer_of(engine(), {"scorer": GroupScorer(waits)}) as producer:
+        producer.next_batch(0)
+        while 3 not in asked:
+            time.sleep(0.01)
+        began = time.monotonic()
+        assert 3 in {sample.group_id for sample, _ in producer.snapshot().samples}
+        assert time.monotonic() - began < 6
+
+
+@virtual
 @pytest.mark.parametrize("of_group", [False, True])
 def test_waiting_samples_of_another_reward_are_scored_again_and_not_generated(of_group):
     async def before(sample):
