@@ -396,10 +396,11 @@ async def test_other_models_are_asked_elsewhere_with_another_key_and_are_not_tra
 
 
 async def test_the_settings_of_a_run_are_the_endpoints(monkeypatch):
-    keys = []
+    given = []
+    versions = {"anthropic-version": "2023-06-01", "anthropic-beta": "context-1m"}
 
     async def judge(request):
-        keys.append(request.headers["Authorization"])
+        given.append({n: v for n, v in request.headers.items() if n in sent})
         return web.json_response({"is": "the judge's"})
 
     app = web.Application()
@@ -409,14 +410,15 @@ async def test_the_settings_of_a_run_are_the_endpoints(monkeypatch):
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     port = runner.addresses[0][1]
     monkeypatch.setenv("R3TRAIN_AGENT_OTHER_API_KEY", "sk-judge")
+    sent = versions | {"Authorization": "Bearer sk-judge", "x-api-key": "sk-judge"}
     settings = {"agent_other_base_url": f"http://127.0.0.1:{port}/v1", "agent_strict": True}
     endpoint = make_chat_endpoint(AgentSection(agent="m:f", agent_model="r3", **settings))
     try:
         access = await endpoint.open(Script())
         for model, expected in (("r3", 400), ("judge", 200)):
             body = orjson.dumps({"model": model, "messages": _ASK, "n": 2})
-            assert (await _post(access, body))[0] == expected
-        assert keys == ["Bearer sk-judge"]
+            assert (await _post(access, body, headers=versions))[0] == expected
+        assert given == [sent]
         await runner.cleanup()
         status, answer = await _post(access, body)
         assert status == 502 and f"--agent-other-base-url http://127.0.0.1:{port}" in str(answer)

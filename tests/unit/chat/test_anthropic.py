@@ -96,6 +96,12 @@ def test_a_deferred_tool_is_shown_where_a_result_refers_to_it_and_its_calls_are_
     assert orjson.loads(gone) == "gone"
     without = read_request(orjson.dumps(asked | {"tools": [search]})).request
     assert names(without.tools) == ["search"] and without.readable is None
+    for choice, readable in (
+        ({"type": "none"}, []),
+        ({"type": "tool", "name": "search"}, ["search"]),
+    ):
+        chosen = asked | {"tools": [found, search], "tool_choice": choice}
+        assert names(read_request(orjson.dumps(chosen)).request.readable) == readable
     refers[0]["tool_name"] = 5
     with pytest.raises(ChatRefused, match="tool_reference"):
         read_request(orjson.dumps(asked | {"tools": [found]}))

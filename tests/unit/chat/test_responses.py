@@ -46,6 +46,12 @@ _HISTORY = [
 ]
 
 
+@pytest.mark.parametrize("name", ["stream", "stream_options", "metadata", "client_metadata"])
+def test_a_later_try_that_wants_another_form_is_the_same_request(name):
+    form = {name: True if name == "stream" else {"try": "2"}}
+    assert _read(**form).request.digest == _read().request.digest != _read(user="u").request.digest
+
+
 def test_items_become_messages():
     call = _read(
         instructions="be",
