@@ -181,6 +181,25 @@ async def test_one_that_dies_and_one_that_hangs_leave_and_come_back_under_new_nu
         assert set(it.members.present()) == {0, 3, 4}
 
 
+async def test_silence_counts_from_the_last_sign_of_life(tmp_path, monkeypatch):
+    clock = SimpleNamespace(now_s=time.monotonic(), sleep=time.sleep)
+    clock.monotonic = lambda: clock.now_s
+    monkeypatch.setattr(module, "time", clock)
+    async with fleet(tmp_path, monkeypatch, first := Server()) as it:
+
+        async def three_looks():
+            before = len(first.paths)
+            await until(lambda: len(first.paths) > before + 3)
+
+        clock.now_s += 100
+        await three_looks()
+        first.statuses["/health"] = 503
+        await three_looks()
+        assert it.members.present() == [0], "it has answered for 100 s"
+        clock.now_s += 100
+        await until(lambda: it.members.present() == [])
+
+
 async def test_while_weights_are_loaded_a_server_is_asked_for_no_token(tmp_path, monkeypatch):
     async with fleet(tmp_path, monkeypatch, first := Server()) as it:
         it.members.record(None)
