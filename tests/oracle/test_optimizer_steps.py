@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from r3train.families.read_facts import read_hf_facts
+from r3train.types import RankSlice
 from r3train.verify.model_zoo import VARIANTS, write_checkpoint
 from tests.oracle.actors import actor_of, configuration, in_ranks, samples, slices_of
 
@@ -37,14 +38,20 @@ def same(one: Any, other: Any) -> bool:
     return all(torch.equal(a, b) if torch.is_tensor(a) else a == b for a, b in pairs)
 
 
+def off_at_first(s: RankSlice) -> np.ndarray:
+    """Log-probs of a server that finds the first trained token next to impossible."""
+    return np.where(s.loss_mask & (s.loss_mask.cumsum() == 1), -40, s.rollout_log_probs)
+
+
 def train(checkpoint: Path, optimizer: str) -> dict[str, Any]:
-    """Four steps during a warm-up of four; the third batch holds a NaN."""
+    """Five steps during a warm-up of four; the third batch holds a NaN, and one token of the fourth is far off."""
     config = configuration(
         checkpoint,
         optimizer=optimizer,
         lr=LR,
         lr_warmup_iters=4,
         clip_grad=0.0,
+        min_ess=0.2,
         transformer_overrides=VARIANTS["glm"].overrides,
         use_rollout_routing_replay=True,
     )
@@ -53,12 +60,14 @@ def train(checkpoint: Path, optimizer: str) -> dict[str, Any]:
         slices, _ = slices_of(actor, config, hf, samples(hf, [(5, 9), (4, 12)]))
         bad = [replace(s, advantages=s.advantages * np.float32("nan")) for s in slices]
         name = "decoder.layers.1.mlp.router."
-        for batch in (slices, slices, bad, slices):
+        far = [replace(s, rollout_log_probs=off_at_first(s)) for s in slices]
+        for batch in (slices, slices, bad, far, slices):
             old = actor.compute_log_probs(batch, None)
             before = state(actor)
             metrics = actor.train_step(batch, old, None)
             after = state(actor)
             assert metrics["skipped_steps"] == float(batch is bad)
+            assert metrics["low_ess_steps"] == float(batch is far), metrics["ess"]
             out["lr"].append(metrics["lr"])
             out["moved"].append(not same(before, after))
             bias, weight = f"{name}expert_bias", f"{name}weight"
@@ -76,16 +85,16 @@ def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_the_learning_rate_reported_is_the_one_that_the_step_used(steps):
-    assert steps["lr"] == pytest.approx([0, LR / 4, LR / 2, LR / 2])
-    for lr, (moved, gradient), skipped in zip(steps["lr"], steps["by"], (0, 0, 1, 0)):
+    assert steps["lr"] == pytest.approx([0, LR / 4, LR / 2, LR / 2, LR / 2])
+    for lr, (moved, gradient), skipped in zip(steps["lr"], steps["by"], (0, 0, 1, 1, 0)):
         if not skipped:
             assert float(moved) == pytest.approx(lr * float(gradient), rel=1e-3)
     assert float(steps["by"][1][0]) > 0
 
 
-def test_a_step_with_a_nan_moves_nothing_and_the_others_move_biases_too(steps):
-    assert steps["biases_moved"] == [True, True, False, True]
-    assert steps["moved"] == [True, True, False, True]
+def test_a_step_that_is_skipped_moves_nothing_and_the_others_move_biases_too(steps):
+    assert steps["biases_moved"] == [True, True, False, False, True]
+    assert steps["moved"] == [True, True, False, False, True]
 
 
 def adam_steps(checkpoint: Path) -> list[bool]:
