@@ -44,7 +44,7 @@ _MOST_FAILED_UPDATES = 3
 class RunServers:
     """The servers of a run, started here or named; after ``wait_ready`` with ``control`` and ``weights``.
 
-    prepared: those of this run that import already.  client: of rollouts, once they are generated.
+    servers: those of this run, where they were started already.  client: of rollouts, once they are generated.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class RunServers:
         run_dir: Path,
         display: RunDisplay,
         routes: Routes,
-        prepared: Sequence[SGLangServer] = (),
+        servers: Sequence[SGLangServer] = (),
     ):
         self.job, self.run_dir, self.display, self.routes = job, run_dir, display, routes
         config = job.config
@@ -69,7 +69,7 @@ class RunServers:
         self.weights: ServerWeights | None = None
         self.text_ends: dict[int, range | None] = {}
         self.pool_facts: str | None = None  # how much their KV pools hold
-        self.own = list(prepared)
+        self.own = list(servers)
         self.supervisor: EngineSupervisor | None = None  # of them
         self.score_joiner: Callable[[int, int, int], str] = lambda server, twin, version: "unscored"
         self._discovery: Discovery | None = None
@@ -84,8 +84,7 @@ class RunServers:
 
         num_ranks: ranks of this node, which take the first GPUs; None means as torchrun says.
         """
-        if not any(server.started for server in self.own):
-            self.own = start_servers(self.job, self.run_dir, num_ranks, self.own)
+        self.own = self.own or start_servers(self.job, self.run_dir, num_ranks)
 
     def wait_ready(self) -> None:
         """Wait for the servers, show their progress, and refuse those that do not go with the run."""
@@ -224,7 +223,7 @@ class RunServers:
             # requests wait for a server, and nobody can join
             if self._updating and self.is_deserted:
                 raise EngineUnreachable("there is no server")
-            if self.members.present() and not self.members.holders(0):
+            if self.members.present() and not self.members.ready():
                 raise EngineUnreachable("servers have joined, and none holds the newest weights")
 
     def restart(self, cause: str) -> None:
