@@ -11,7 +11,12 @@ import numpy as np
 import pytest
 import torch
 
+from r3train.algo.loss_rows import LossRows, RowLoss
+from r3train.algo.losses.ppo import ppo
+from r3train.config.algorithm_settings import AlgorithmSection
 from r3train.families.read_facts import read_hf_facts
+from r3train.layout.microbatch import slice_microbatch, Streams
+from r3train.loop.prepare import build_microbatches
 from r3train.types import RankSlice
 from r3train.verify.model_zoo import VARIANTS, write_checkpoint
 from tests.oracle.actors import actor_of, configuration, in_ranks, samples, slices_of
@@ -95,6 +100,30 @@ def test_the_learning_rate_reported_is_the_one_that_the_step_used(steps):
 def test_a_step_that_is_skipped_moves_nothing_and_the_others_move_biases_too(steps):
     assert steps["biases_moved"] == [True, True, False, False, True]
     assert steps["moved"] == [True, True, False, False, True]
+
+
+def fails_without_a_row(rows: LossRows, algorithm: AlgorithmSection) -> RowLoss:
+    if rows.mask.device.type != "meta" and not rows.mask.any():
+        raise ValueError("there is no row")
+    return ppo(rows, algorithm)
+
+
+def with_padding(checkpoint: Path) -> tuple[float, bool, int]:
+    """A step whose second microbatch is padding only; (skipped steps, whether all stayed, errors of the loss)."""
+    loss = f"{fails_without_a_row.__module__}:{fails_without_a_row.__name__}"
+    config, hf = configuration(checkpoint, policy_loss=loss, lr=LR), read_hf_facts(checkpoint)
+    with actor_of(config) as actor:
+        slices, _ = slices_of(actor, config, hf, samples(hf, [(5, 9)]))
+        [[padding]] = build_microbatches([[[]]], actor.topology, Streams(), first_microbatch_id=1)
+        slices = [*slices, slice_microbatch(padding, actor.topology)]
+        before, old = state(actor), actor.compute_log_probs(slices, None)
+        metrics = actor.train_step(slices, old, None)
+        return metrics["skipped_steps"], same(before, state(actor)), len(actor.loss_errors)
+
+
+def test_a_loss_that_fails_on_padding_alone_skips_the_step_though_the_loss_is_finite(tmp_path):
+    checkpoint = write_checkpoint(VARIANTS["moe4"], tmp_path / "model")
+    assert in_ranks(1, tmp_path / "ranks", with_padding, checkpoint)[0] == (1.0, True, 1)
 
 
 def adam_steps(checkpoint: Path) -> list[bool]:
