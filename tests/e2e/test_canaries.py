@@ -11,60 +11,34 @@ import os
 import re
 import signal
 from collections.abc import Callable
+from contextlib import closing, contextmanager, ExitStack
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+from tests.e2e import jobs
+from tests.e2e.live_jobs import output, pointer, running, scheduler, steps_done, wait_for
+from tests.e2e.publishing_rig import publishing, PublishingRun
 
-from r3train.cpu.device import prepare_device
-
-DEVICE = prepare_device()
-
-from r3train.audit.audit_run import audit_run  # noqa: E402
-from r3train.audit.findings import SERVED  # noqa: E402
-from r3train.config import RunConfig  # noqa: E402
-from r3train.config.data_settings import DataSection  # noqa: E402
-from r3train.families.read_facts import read_hf_facts  # noqa: E402
-from r3train.config.model_settings import ModelSection  # noqa: E402
-from r3train.config.replay_settings import ReplaySection  # noqa: E402
-from r3train.config.rollout_settings import RolloutSection  # noqa: E402
-from r3train.config.trainer_settings import TrainerSection  # noqa: E402
-from r3train.data.tokenizer import load_tokenizer  # noqa: E402
-from r3train.engine.control import EngineControl  # noqa: E402
-from r3train.engine.publish_memory import SharedMemoryPublisher  # noqa: E402
-from r3train.engine.server import SGLangServer  # noqa: E402
-from r3train.host_group import join_ranks  # noqa: E402
-from r3train.launch.start.build_actor import build_actor, build_routes  # noqa: E402
-from r3train.launch.start.rollouts import GeneratedRollouts  # noqa: E402
-from r3train.launch.start.servers import RunServers  # noqa: E402
-from r3train.launch.job.checked_job import Job  # noqa: E402
-from r3train.launch.job.resume import ResumePoint  # noqa: E402
-from r3train.loop.async_loop import AsyncLoop  # noqa: E402
-from r3train.loop.canaries import NotServed  # noqa: E402
-from r3train.loop.rank_zero import RankZero  # noqa: E402
-from r3train.loop.run_evaluations import Evaluations  # noqa: E402
-from r3train.observe.console import RunDisplay  # noqa: E402
-from r3train.observe.metrics import MetricsWriter  # noqa: E402
-from r3train.proof.writer import EvidenceWriter  # noqa: E402
-from r3train.trainer.megatron import topology  # noqa: E402
-from r3train.trainer.megatron.actor import MegatronActor  # noqa: E402
-from r3train.types import Prompt  # noqa: E402
-from r3train.verify.mutations import MUTATIONS  # noqa: E402
-from r3train.verify.tiny import TinyOptions, build  # noqa: E402
-from tests.e2e import jobs  # noqa: E402
-from tests.e2e.live_jobs import (
-    output,
-    pointer,
-    running,
-    scheduler,
-    steps_done,
-    wait_for,
-)  # noqa: E402
+from r3train.audit.audit_run import audit_run
+from r3train.audit.findings import SERVED
+from r3train.config import RunConfig
+from r3train.config.data_settings import DataSection
+from r3train.config.model_settings import ModelSection
+from r3train.config.replay_settings import ReplaySection
+from r3train.config.rollout_settings import RolloutSection
+from r3train.config.trainer_settings import TrainerSection
+from r3train.data.tokenizer import load_tokenizer
+from r3train.engine.control import EngineControl
+from r3train.engine.publish_memory import SharedMemoryPublisher
+from r3train.engine.server import SGLangServer
+from r3train.loop.canaries import NotServed
+from r3train.trainer.megatron.actor import MegatronActor
+from r3train.types import Prompt
+from r3train.verify.tiny import TinyOptions, build
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 VOCAB = 256
@@ -75,9 +49,8 @@ Weights = dict[str, torch.Tensor]
 class Rig:
     """Runs of one rank that only publish: to two servers, and to the first of them alone."""
 
-    hf: object
     actor: MegatronActor
-    loops: dict[int, AsyncLoop]  # by the number of servers
+    runs: dict[int, PublishingRun]  # by the number of servers
     alone: list[SharedMemoryPublisher]  # to each server alone
     run_dir: Path
     version: int = 0
@@ -119,15 +92,15 @@ class Rig:
 
         fault: what the last server really holds then; checksums: servers are asked for them, which tells before canaries do.
         """
-        loop = self.loops[servers]
-        loop._update.checksums = loop._checksums if checksums else None
-        if not loop._canaries.ready:
-            loop._checksums.begin(self.version)
-            loop._update.publish(self.version)
-            loop._canaries.begin(self.version)
+        run = self.runs[servers]
+        run.update.checksums = run.checksums if checksums else None
+        if not run.canaries.ready:
+            run.checksums.begin(self.version)
+            run.publish(self.version)
+            run.canaries.begin(self.version)
             self.begun[servers] = self.weights()
         self.step(lr)
-        publisher = loop.rank_zero.weights.publisher
+        publisher = run.update.rank_zero.weights.publisher
         publish = publisher.publish
 
         def faulty(tensors, *, version):
@@ -137,11 +110,8 @@ class Rig:
                 self.alone[servers - 1].publish(iter(held.items()), version=version)
             return published
 
-        spoiled = mock.patch.object(publisher, "publish", faulty)
-        with spoiled, MUTATIONS[planted].planted(loop.config, self.hf):
-            metrics = loop._update.publish(self.version)
-            loop._canaries.wait()
-            return {**metrics, **loop._canaries.judge(self.version)}
+        with mock.patch.object(publisher, "publish", faulty), run.planted(planted):
+            return run.publish(self.version)
 
     def caught_by(self, lr: float, servers: int = 2, within: int = 1, **fault) -> str:
         """The test that catches a fault within so many updates that have it; sound ones follow, which pass."""
@@ -192,36 +162,33 @@ class Rig:
         return self.before
 
 
+@contextmanager
 def opened(family: str, dtype: str, run_dir: Path):
-    """A rig on two servers of a tiny model; closes all of it afterwards."""
+    """A rig on two servers of a tiny model."""
     options = TinyOptions(family=family, vocab_size=VOCAB, initializer_range=0.15, dtype=dtype)
     build(run_dir / "tiny", options, force=True)
     checkpoint = run_dir / "tiny" / "model"
-    hf = read_hf_facts(checkpoint)
     prompts = [
         Prompt(
             f"p{i}", i, "", np.random.default_rng(i).integers(3, VOCAB, 8).astype(np.int32), None
         )
         for i in range(8)
     ]
-    display, closing = RunDisplay(1, enabled=False), []
     servers = [
         SGLangServer(
             checkpoint, run_dir / f"sglang_{i}.log", dtype=dtype, return_routed_experts=True
         )
         for i in range(2)
     ]
-    try:
+    with ExitStack() as held:
         for server in servers:
+            held.callback(server.stop)
             server.start()
         for server in servers:
             server.wait_ready()
         addrs = [server.addr for server in servers]
-        store = torch.distributed.FileStore(str(run_dir / "store"), 1)
-        join_ranks("auto", store, 0, 1, timeout=timedelta(minutes=5))
-        loops, actor = {}, None
-        for number in (2, 1):
-            config = RunConfig(
+        configs = {
+            number: RunConfig(
                 model=ModelSection(hf_checkpoint=checkpoint, bf16=dtype == "bfloat16"),
                 data=DataSection(prompt_data="none"),
                 rollout=RolloutSection(
@@ -238,51 +205,17 @@ def opened(family: str, dtype: str, run_dir: Path):
                     r3_canary_share=1.0,
                 ),
             )
-            reward = SimpleNamespace(close=lambda: None)
-            job = Job(config, hf, prompts, load_tokenizer(checkpoint), reward, None)
-            actor = actor or build_actor(job, DEVICE, ResumePoint())
-            own_dir = run_dir / f"run_{number}"
-            own_dir.mkdir()
-            routes = build_routes(config, hf)
-            routes.open(actor.topology)
-            run_servers = RunServers(job, own_dir, display, routes)
-            closing.append(run_servers)
-            rollouts = GeneratedRollouts(run_servers)
-            closing.append(rollouts)
-            run_servers.wait_ready()
-            metrics = MetricsWriter(own_dir, False)
-            evidence = EvidenceWriter(own_dir, 0, "now")
-            closing.append(evidence)
-            loops[number] = AsyncLoop(
-                config,
-                hf,
-                actor,
-                rank_zero=RankZero(
-                    run_servers,
-                    run_servers.weights,
-                    rollouts,
-                    display,
-                    metrics,
-                    Evaluations([], {}, metrics, display),
-                ),
-                evidence=evidence,
-                run_state=SimpleNamespace(),
-                routes=routes,
-            )
+            for number in (2, 1)
+        }
+        runs = publishing(configs, run_dir, prompts, load_tokenizer(checkpoint))
+        actor, runs = held.enter_context(runs)
         alone = []
         for i, addr in enumerate(addrs):
-            control = EngineControl([addr])
-            closing.append(control)
+            control = held.enter_context(closing(EngineControl([addr])))
             own = dict(directory=run_dir / f"alone_{i}", hf_checkpoint=checkpoint)
-            alone.append(SharedMemoryPublisher(control, bucket_bytes=1 << 26, **own))
-        closing += alone
-        yield Rig(hf, actor, loops, alone, run_dir)
-    finally:
-        for each in closing[::-1]:
-            each.close()
-        for server in servers:
-            server.stop()
-        topology.shutdown()
+            publisher = SharedMemoryPublisher(control, bucket_bytes=1 << 26, **own)
+            alone.append(held.enter_context(closing(publisher)))
+        yield Rig(actor, runs, alone, run_dir)
 
 
 @pytest.fixture(
@@ -291,7 +224,8 @@ def opened(family: str, dtype: str, run_dir: Path):
 def glm(request, tmp_path_factory):
     """With expert biases and shared experts."""
     run_dir = tmp_path_factory.mktemp(request.param)
-    yield from opened("glm4_moe", request.param, run_dir)
+    with opened("glm4_moe", request.param, run_dir) as rig:
+        yield rig
 
 
 def test_sound_updates_pass_and_are_recorded(glm):
@@ -306,7 +240,7 @@ def test_sound_updates_pass_and_are_recorded(glm):
     assert last["earlier"] and not first["earlier"]
     for record in records:
         assert record["noise"]["repeat"]["log_prob_off"] < (
-            2.0 if glm.loops[2].config.model.bf16 else 1e-5
+            2.0 if glm.runs[2].config.model.bf16 else 1e-5
         )
         assert record["coverage"]["experts_used"] > 0.9 * record["coverage"]["experts"]
 
@@ -329,7 +263,7 @@ def test_MOVED_names_a_server_that_has_its_first_weights_again(glm):
 
 
 def test_ROUTER_names_router_biases_that_were_kept(glm):
-    if glm.loops[2].config.model.bf16:
+    if glm.runs[2].config.model.bf16:
         pytest.skip(
             "in bfloat16 a bias that is off by less than 1e-2 drowns in the router's rounding"
         )
@@ -343,7 +277,7 @@ def test_BOUND_names_experts_of_one_layer_that_were_never_updated_again(glm):
     At 1e-3 bfloat16 hides them for 60 updates: 0.033 nats, where rounding is 0.015.  WEIGHTS names them at the first.
     """
     fault = glm.kept_from_the_start("layers.2.mlp.experts")
-    lr = 4e-3 if glm.loops[2].config.model.bf16 else 1e-3
+    lr = 4e-3 if glm.runs[2].config.model.bf16 else 1e-3
     assert glm.caught_by(lr, servers=1, within=13, fault=fault) == "BOUND"
 
 

@@ -13,7 +13,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
 @pytest.fixture(scope="module")
 def gpt_oss(tmp_path_factory):
-    yield from opened("gpt_oss", "float32", tmp_path_factory.mktemp("gpt_oss"))
+    with opened("gpt_oss", "float32", tmp_path_factory.mktemp("gpt_oss")) as rig:
+        yield rig
 
 
 def test_BOUND_names_sinks_that_were_kept(gpt_oss):

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -16,38 +14,23 @@ import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
+from tests.e2e import jobs
+from tests.e2e.publishing_rig import publishing
 
-from r3train.cpu.device import prepare_device
-
-DEVICE = prepare_device()
-
-from r3train.cli import main  # noqa: E402
-from r3train.config import RunConfig  # noqa: E402
-from r3train.families.read_facts import read_hf_facts  # noqa: E402
-from r3train.engine.control import EngineControl  # noqa: E402
-from r3train.engine.server import SGLangServer  # noqa: E402
-from r3train.engine.sglang_http import HTTPSettings  # noqa: E402
-from r3train.families import FAMILIES, FP8_SCALE, quantised_tensors  # noqa: E402
-from r3train.families.tiny_options import TinyOptions  # noqa: E402
-from r3train.fp8_blocks import quantised  # noqa: E402
-from r3train.hf_checkpoint import copy_all_but_weights, write_fp8_checkpoint  # noqa: E402
-from r3train.host_group import join_ranks  # noqa: E402
-from r3train.launch.start.build_actor import build_actor, build_routes  # noqa: E402
-from r3train.launch.start.servers import RunServers  # noqa: E402
-from r3train.launch.job.checked_job import Job  # noqa: E402
-from r3train.launch.job.resume import ResumePoint  # noqa: E402
-from r3train.loop.canaries import NotServed  # noqa: E402
-from r3train.loop.device_turns import DeviceTurns  # noqa: E402
-from r3train.loop.rank_zero import RankZero  # noqa: E402
-from r3train.loop.server_checksums import ServerChecksums  # noqa: E402
-from r3train.loop.recovery import Recovery  # noqa: E402
-from r3train.loop.weight_update import WeightUpdate  # noqa: E402
-from r3train.observe.console import RunDisplay  # noqa: E402
-from r3train.proof.writer import EvidenceWriter  # noqa: E402
-from r3train.trainer.megatron import topology  # noqa: E402
-from r3train.types import Prompt  # noqa: E402
-from r3train.verify.tiny import build  # noqa: E402
-from tests.e2e import jobs  # noqa: E402
+from r3train.cli import main
+from r3train.config import RunConfig
+from r3train.families.read_facts import read_hf_facts
+from r3train.engine.control import EngineControl
+from r3train.engine.server import SGLangServer
+from r3train.engine.sglang_http import HTTPSettings
+from r3train.families import FAMILIES, FP8_SCALE, quantised_tensors
+from r3train.families.tiny_options import TinyOptions
+from r3train.fp8_blocks import quantised
+from r3train.hf_checkpoint import copy_all_but_weights, write_fp8_checkpoint
+from r3train.loop.canaries import NotServed
+from r3train.loop.weight_update import WeightUpdate
+from r3train.types import Prompt
+from r3train.verify.tiny import build
 
 pytestmark = pytest.mark.e2e
 
@@ -137,9 +120,8 @@ def test_servers_of_fp8_are_proved_in_every_mode(tiny, mode, tmp_path):
 
 @pytest.fixture(scope="module")
 def update(tiny, tmp_path_factory) -> Iterator[WeightUpdate]:
-    """Updates of a server of fp8, whose evidence is in the run directory ``evidence`` of the server's logs."""
-    run_dir, hf = tmp_path_factory.mktemp("updates"), read_hf_facts(tiny / "model")
-    (run_dir / "logs").mkdir()
+    """Updates of a server of fp8, without canaries."""
+    run_dir = tmp_path_factory.mktemp("updates")
     config = RunConfig.from_sources(
         flags={
             "hf_checkpoint": tiny / "model",
@@ -154,35 +136,13 @@ def update(tiny, tmp_path_factory) -> Iterator[WeightUpdate]:
             "enable_r3_correctness_check": True,
         }
     )
-    store = torch.distributed.FileStore(str(run_dir / "store"), 1)
-    join_ranks("auto", store, 0, 1, timeout=timedelta(minutes=5))
     tokenizer = SimpleNamespace(get_added_vocab=dict, eos_token_id=None)
     prompt = Prompt("p", 0, "", np.arange(4, dtype=np.int32), None)
-    job = Job(config, hf, [prompt], tokenizer, SimpleNamespace(close=lambda: None), None)
-    try:
-        actor = build_actor(job, DEVICE, ResumePoint())
-        routes = build_routes(config, hf)
-        routes.open(actor.topology)
-        display = RunDisplay(1, enabled=False)
-        with closing(RunServers(job, run_dir, display, routes)) as servers:
-            servers.start(num_ranks=0)
-            servers.wait_ready()
-            rank_zero = RankZero(servers, servers.weights, None, display, None, None)
-            checksums = ServerChecksums(config, rank_zero, EvidenceWriter(run_dir, 0, "start"))
-            checksums.begin(0)
-            yield WeightUpdate(
-                config=config,
-                hf=hf,
-                actor=actor,
-                rank_zero=rank_zero,
-                turns=DeviceTurns(),
-                recovery=Recovery(servers, enabled=False),
-                run_state=SimpleNamespace(),
-                sender=None,
-                checksums=checksums,
-            )
-    finally:
-        topology.shutdown()
+    with publishing({"fp8": config}, run_dir, [prompt], tokenizer) as (_, runs):
+        run = runs["fp8"]
+        run.checksums.begin(0)
+        run.update.canaries = None
+        yield run.update
 
 
 EXPERT = "model.layers.1.mlp.experts.3.down_proj.weight"

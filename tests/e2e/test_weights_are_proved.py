@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,38 +17,21 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.e2e.publishing_rig import publishing, PublishingRun
 
-from r3train.cpu.device import prepare_device
-
-DEVICE = prepare_device()
-
-from r3train.config import RunConfig  # noqa: E402
-from r3train.config.data_settings import DataSection  # noqa: E402
-from r3train.families.read_facts import read_hf_facts  # noqa: E402
-from r3train.config.model_settings import ModelSection  # noqa: E402
-from r3train.config.replay_settings import ReplaySection  # noqa: E402
-from r3train.config.rollout_settings import RolloutSection  # noqa: E402
-from r3train.config.trainer_settings import TrainerSection  # noqa: E402
-from r3train.engine.backend import EngineError  # noqa: E402
-from r3train.engine.server import SGLangServer  # noqa: E402
-from r3train.host_group import join_ranks  # noqa: E402
-from r3train.launch.start.build_actor import build_actor  # noqa: E402
-from r3train.launch.start.rollouts import GeneratedRollouts  # noqa: E402
-from r3train.launch.start.servers import RunServers  # noqa: E402
-from r3train.launch.job.checked_job import Job  # noqa: E402
-from r3train.launch.job.resume import ResumePoint  # noqa: E402
-from r3train.launch.start.build_actor import build_routes  # noqa: E402
-from r3train.loop.async_loop import AsyncLoop  # noqa: E402
-from r3train.loop.canaries import Canaries, NotServed  # noqa: E402
-from r3train.loop.run_evaluations import Evaluations  # noqa: E402
-from r3train.loop.rank_zero import RankZero  # noqa: E402
-from r3train.observe.console import RunDisplay  # noqa: E402
-from r3train.observe.metrics import MetricsWriter  # noqa: E402
-from r3train.trainer.megatron import topology  # noqa: E402
-from r3train.trainer.megatron.actor import MegatronActor  # noqa: E402
-from r3train.types import Prompt  # noqa: E402
-from r3train.verify.model_zoo import VARIANTS, write_checkpoint  # noqa: E402
-from r3train.verify.mutations import MUTATIONS, planted_by  # noqa: E402
+from r3train.config import RunConfig
+from r3train.config.data_settings import DataSection
+from r3train.config.model_settings import ModelSection
+from r3train.config.replay_settings import ReplaySection
+from r3train.config.rollout_settings import RolloutSection
+from r3train.config.trainer_settings import TrainerSection
+from r3train.engine.backend import EngineError
+from r3train.engine.server import SGLangServer
+from r3train.loop.canaries import Canaries, NotServed
+from r3train.trainer.megatron.actor import MegatronActor
+from r3train.types import Prompt
+from r3train.verify.model_zoo import VARIANTS, write_checkpoint
+from r3train.verify.mutations import planted_by
 
 pytestmark = pytest.mark.e2e
 VARIANT = VARIANTS["glm"]
@@ -59,13 +41,11 @@ TENSORS, PARAMETERS = 51, 93  # on the server, in the actor
 
 @dataclass
 class Run:
-    """A run of one rank that only publishes."""
+    """A run of one rank that only publishes, by each transport."""
 
-    config: RunConfig
-    hf: object
+    bf16: bool
     actor: MegatronActor
-    loops: dict[str, AsyncLoop]  # by transport
-    run_dir: Path
+    runs: dict[str, PublishingRun]  # by transport
     version: int = 0
 
     def __post_init__(self) -> None:
@@ -74,12 +54,12 @@ class Run:
         self.first = [(t, t.clone()) for t in tensors if t.is_floating_point()]
 
     def canaries(self, kind: str) -> Canaries:
-        """The canaries of a transport's loop, begun with the checkpoint's weights, as a job begins."""
-        loop = self.loops[kind]
-        if not loop._canaries.ready:
+        """The canaries of a transport's run, begun with the checkpoint's weights, as a job begins."""
+        canaries = self.runs[kind].canaries
+        if not canaries.ready:
             self.publish(kind, moved=0.0)
-            loop._canaries.begin(self.version)
-        return loop._canaries
+            canaries.begin(self.version)
+        return canaries
 
     def publish(self, kind: str, canaries: Canaries | None = None, moved: float = 0.05) -> dict:
         """Move all parameters as a step would, and bring the server to them; canaries: that judge the update."""
@@ -87,18 +67,13 @@ class Run:
             for tensor, first in self.first:
                 tensor.copy_(first * (1 + moved * torch.randn_like(first)))
         self.version += 1
-        update = self.loops[kind]._update
-        update.canaries = canaries
-        metrics = update.publish(self.version)
-        if canaries is not None:
-            canaries.wait()
-            metrics |= canaries.judge(self.version)
-        return metrics
+        self.runs[kind].update.canaries = canaries
+        return self.runs[kind].publish(self.version)
 
     @contextmanager
     def unchecked(self, kind: str) -> Iterator[None]:
         """A block whose updates are not compared with what was sent."""
-        update = self.loops[kind]._update
+        update = self.runs[kind].update
         config = update.config
         trainer = config.trainer.model_copy(update={"check_weight_update_equal": False})
         update.config = config.model_copy(update={"trainer": trainer})
@@ -106,9 +81,6 @@ class Run:
             yield
         finally:
             update.config = config
-
-    def planted(self, bug: str, kind: str):
-        return MUTATIONS[bug].planted(self.loops[kind].config, self.hf)
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +103,6 @@ OTHERS = ("distributed", "shared_memory")
 )
 def run(request, checkpoint, tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("run")
-    hf = read_hf_facts(checkpoint)
 
     def config(kind: str) -> RunConfig:
         return RunConfig(
@@ -157,53 +128,21 @@ def run(request, checkpoint, tmp_path_factory):
 
     with SGLangServer(checkpoint, run_dir / "sglang.log", dtype=request.param) as server:
         server.wait_ready()
-        store = torch.distributed.FileStore(str(run_dir / "store"), 1)
-        join_ranks("auto", store, 0, 1, timeout=timedelta(minutes=5))
-        display = RunDisplay(1, enabled=False)
-        loops, closing = {}, []
-        try:
-            actor = None
-            for kind in KINDS:
-                reward = SimpleNamespace(close=lambda: None)
-                tokenizer = SimpleNamespace(get_added_vocab=dict, eos_token_id=None)
-                job = Job(config(kind), hf, [PROMPT], tokenizer, reward, None)
-                actor = actor or build_actor(job, DEVICE, ResumePoint())
-                routes = build_routes(job.config, hf)
-                routes.open(actor.topology)
-                servers = RunServers(job, run_dir, display, routes)
-                closing.append(servers)
-                servers.wait_ready()
-                rollouts = GeneratedRollouts(servers)
-                closing.append(rollouts)
-                metrics = MetricsWriter(run_dir, False)
-                evaluations = Evaluations([], {}, metrics, display)
-                loops[kind] = AsyncLoop(
-                    job.config,
-                    hf,
-                    actor,
-                    rank_zero=RankZero(
-                        servers, servers.weights, rollouts, display, metrics, evaluations
-                    ),
-                    evidence=None,
-                    run_state=SimpleNamespace(),
-                    routes=routes,
-                )
-            yield Run(job.config, hf, actor, loops, run_dir)
-        finally:
-            for each in closing[::-1]:
-                each.close()
-            topology.shutdown()
+        tokenizer = SimpleNamespace(get_added_vocab=dict, eos_token_id=None)
+        configs = {kind: config(kind) for kind in KINDS}
+        with publishing(configs, run_dir, [PROMPT], tokenizer) as (actor, runs):
+            yield Run(request.param == "bfloat16", actor, runs)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_sound_update_passes_and_the_check_leaves_nothing_behind(run, kind):
     canaries = run.canaries(kind)
     for _ in range(2):
-        with run.planted("null", kind):
+        with run.runs[kind].planted("null"):
             metrics = run.publish(kind, canaries)
         assert metrics["served/passed"]
-        assert metrics["served/gap_max"] <= (0.5 if run.config.model.bf16 else 1e-4)
-    assert not list((run.run_dir / "weight_check").iterdir())
+        assert metrics["served/gap_max"] <= (0.5 if run.bf16 else 1e-4)
+    assert not list((run.runs[kind].run_dir / "weight_check").iterdir())
 
 
 # what says so: the checksums of the servers for transports that are no checkpoint on disk; for the one
@@ -240,7 +179,10 @@ CASES = [
 def test_a_planted_bug_is_caught_by_name(run, bug, kind, text, count):
     canaries = run.canaries(kind) if bug == "canaries_of_itself" else None
     run.publish(kind, canaries)
-    with run.planted(bug, kind), pytest.raises((AssertionError, ValueError, EngineError)) as error:
+    with (
+        run.runs[kind].planted(bug),
+        pytest.raises((AssertionError, ValueError, EngineError)) as error,
+    ):
         run.publish(kind, canaries)
     found = re.search(text, str(error.value))
     assert found and "\n" not in str(error.value), str(error.value)
@@ -257,7 +199,7 @@ def test_canaries_without_r3_name_weights_and_caches_that_are_not_the_updates(ru
     run.publish(kind, canaries)
     test = TESTS.get(bug, "MOVED")
     where = f"^not served: {test}: server 0, weight version {run.version + 1}: "
-    with run.unchecked(kind), run.planted(bug, kind):
+    with run.unchecked(kind), run.runs[kind].planted(bug):
         with pytest.raises(NotServed, match=where) as error:
             run.publish(kind, canaries)
     assert error.value.metrics["served/passed"] is False
@@ -268,7 +210,7 @@ def test_canaries_without_r3_name_weights_and_caches_that_are_not_the_updates(ru
 def test_a_tensor_that_never_went_out_is_named_without_the_flag_too(run, bug):
     with run.unchecked("distributed"):
         run.publish("distributed")
-        with run.planted(bug, "distributed"), pytest.raises(ValueError) as error:
+        with run.runs["distributed"].planted(bug), pytest.raises(ValueError) as error:
             run.publish("distributed")
     assert re.search(CAUGHT[bug][0][1], str(error.value)), str(error.value)
     run.publish("distributed")
