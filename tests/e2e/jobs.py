@@ -15,6 +15,7 @@ import psutil
 
 from r3train.engine.server import free_port
 from r3train.observe.metric_table import row_of
+from tests.e2e.rank_forks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 # At the demo's learning rate nine of 146 rows once shared no expert with the router's choice five steps later.
@@ -109,13 +110,22 @@ def run(
     *flags: str,
     timeout: float = 480,
     env: Mapping[str, str] | None = None,
+    torchrun: bool = False,
     **how: Any,
 ) -> Job:
-    """Run a job to its end; env: further variables; ``how`` as for ``command``."""
+    """Run a job to its end; env: further variables; ``how`` as for ``command``.
+
+    torchrun: starts the ranks, which otherwise are forks of a process that has imported what they need.
+    """
+    words, variables = command(run_dir, *flags, **how), environment() | dict(env or {})
+    if not torchrun:
+        at = words.index("--nproc-per-node") + 1
+        code, output = run_ranks(words[at + 1 :], int(words[at]), variables, timeout)
+        return Job(code, output, run_dir)
     done = subprocess.run(
-        command(run_dir, *flags, **how),
+        words,
         cwd=ROOT,
-        env=environment() | dict(env or {}),
+        env=variables,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

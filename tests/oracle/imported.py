@@ -13,7 +13,9 @@ from r3train.cpu.torchvision_stub import declare_torchvision_ops  # noqa: E402
 
 declare_torchvision_ops()
 
-import r3train.launch.start.build_actor  # noqa: E402, F401
+import r3train.launch.job.preflight  # noqa: E402, F401
+import r3train.launch.start.rank  # noqa: E402, F401
+import r3train.launch.start.run_rank  # noqa: E402, F401
 import r3train.trainer.megatron.checkpoint  # noqa: E402, F401
 import r3train.trainer.megatron.model  # noqa: E402, F401
 import r3train.verify.topology_worker  # noqa: E402, F401
