@@ -91,6 +91,7 @@ def test_a_server_gives_its_memory_back_and_serves_the_weights_that_are_publishe
 
 
 COLOCATED = ["--colocate", "--max-weight-staleness", "0", *jobs.R3_FLAGS]
+IN_MEMORY = "--update-weight-transfer-mode shared_memory --check-weight-update-equal".split()
 _HOLDS = re.compile(r"(the actor|servers) holds? (.+)")
 ONE_TURN = [
     ("servers", "nothing"),
@@ -149,10 +150,13 @@ def test_a_colocated_job_takes_turns_and_learns_what_another_learns_from_its_rol
 
 
 def test_a_colocated_job_resumes_and_all_its_updates_are_equal_bit_for_bit(tmp_path, tiny_flags):
+    """By shared memory, in which every rank writes its experts, and after the resumption by the default transport."""
     saved = tmp_path / "ck"
     flags = [*tiny_flags, *COLOCATED, "--save", str(saved), "--auto-resume"]
-    job = jobs.run(tmp_path / "run", *flags, "--num-rollout", "3")
+    job = jobs.run(tmp_path / "run", *flags, *IN_MEMORY, "--num-rollout", "3")
     assert job.code == 0, job.output
+    proved(job.run_dir, range(3))
+    assert [m["served/passed"] for m in job.metrics()] == 3 * [True]
     # its server is sent the checkpoint's weights before it generates
     flags += ["--save-interval", "1", "--check-weight-update-equal", "--r3-check-interval", "3"]
     resumed = jobs.run(tmp_path / "resumed", *flags, "--num-rollout", "5")
@@ -296,19 +300,6 @@ WAYS = {
     "by shared memory with merged adapters": "--update-weight-transfer-mode shared_memory --lora-rank 4"
     " --lora-alpha 8 --check-weight-update-equal",
 }
-IN_MEMORY = [
-    *COLOCATED,
-    *"--update-weight-transfer-mode shared_memory --check-weight-update-equal".split(),
-]
-
-
-def test_every_rank_writes_its_experts_into_shared_memory_and_servers_hold_them_bit_for_bit(
-    tmp_path, tiny_flags
-):
-    job = jobs.run(tmp_path / "run", *tiny_flags, *IN_MEMORY, "--num-rollout", "2")
-    assert job.code == 0, job.output
-    proved(job.run_dir, range(2))
-    assert [m["served/passed"] for m in job.metrics()] == 2 * [True]
 
 
 @pytest.mark.slow
@@ -324,7 +315,9 @@ def test_a_rank_that_writes_other_experts_or_none_is_caught_by_name(
     bug, text, tmp_path, tiny_flags
 ):
     program = ("-m", "tests.e2e.train_with_bug", bug)
-    job = jobs.run(tmp_path / "run", *tiny_flags, *IN_MEMORY, "--num-rollout", "2", program=program)
+    job = jobs.run(
+        tmp_path / "run", *tiny_flags, *COLOCATED, *IN_MEMORY, "--num-rollout", "2", program=program
+    )
     assert job.code != 0, job.output
     assert re.search(text, " ".join(job.output.split())), job.output
 

@@ -58,7 +58,7 @@ def test_another_advantage_estimator_trains_other_weights(tmp_path, recorded, ba
     assert rloo["train/grad_norm"] != pytest.approx(gdpo["train/grad_norm"], rel=1e-3)
 
 
-def test_a_resumed_run_is_one_run_with_one_curve_and_one_evidence(tmp_path, replay_flags, replayed):
+def test_a_resumed_run_is_one_run_with_one_curve_and_one_evidence(tmp_path, replay_flags, recorded):
     """Of four steps the last two are lost with the checkpoint after them; one of them comes again."""
     first = jobs.run(
         tmp_path / "run",
@@ -67,6 +67,7 @@ def test_a_resumed_run_is_one_run_with_one_curve_and_one_evidence(tmp_path, repl
         str(tmp_path / "ck"),
         "--save-interval",
         "2",
+        torchrun=True,  # whose command is recorded
     )
     assert first.code == 0, first.output
     (tmp_path / "ck" / LATEST).write_text("2\n")
@@ -79,7 +80,7 @@ def test_a_resumed_run_is_one_run_with_one_curve_and_one_evidence(tmp_path, repl
     assert job.wait(timeout=300) == 0, (tmp_path / "out.txt").read_text()
     assert {path.name for path in (jobs.ROOT / "runs").glob("*")} == before
     assert [m["step"] for m in first.metrics()] == [0, 1, 2]
-    jobs.same_numbers(replayed.metrics()[:3], first.metrics())
+    jobs.same_numbers(recorded.metrics()[:3], first.metrics())
     lost = jobs.Job(0, "", first.run_dir / "superseded").metrics()
     assert [m["step"] for m in lost] == [2, 3]
     assert re.search(
