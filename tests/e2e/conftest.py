@@ -46,6 +46,12 @@ def engine(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str
 
 
 @pytest.fixture(scope="session")
+def served_flags(tiny_flags, engine) -> list[str]:
+    """Flags of the tiny model's jobs that share that server."""
+    return [*tiny_flags, "--rollout-external-engine-addrs", engine]
+
+
+@pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Two checkpoints, a and b, of one shape and other weights."""
     root = tmp_path_factory.mktemp("models")
@@ -61,16 +67,14 @@ def model_server(models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 
 
 @pytest.fixture(scope="session")
-def recorded(tmp_path_factory, tiny_flags, engine) -> jobs.Job:
+def recorded(tmp_path_factory, tiny_flags, served_flags) -> jobs.Job:
     """Four asynchronous steps with everything on, their rollouts dumped and the last weights exported."""
     directory = tmp_path_factory.mktemp("recorded")
     run_dir, toy = directory / "run", directory / "toy.jsonl"
     toy.write_text("".join(Path(tiny_flags[3]).read_text().splitlines(keepends=True)[:5]))
     flags = (
-        *tiny_flags,
+        *served_flags,
         *jobs.RECORDED_FLAGS,
-        "--rollout-external-engine-addrs",
-        engine,
         *"--check-weight-update-equal --r3-recheck-share 1 --dump-rollouts".split(),
         *f"--save-hf {directory / 'hf'} --metrics-port 0 --peak-tflops 0.5".split(),
         *f"--eval-prompt-data toy {toy} --eval-interval {jobs.RECORDED}".split(),

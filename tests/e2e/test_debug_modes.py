@@ -23,13 +23,11 @@ def recorded(tmp_path_factory, tiny_flags) -> jobs.Job:
 
 
 @pytest.fixture
-def injecting(recorded, tiny_flags, engine) -> list[str]:
+def injecting(recorded, served_flags) -> list[str]:
     return [
-        *tiny_flags,
+        *served_flags,
         *jobs.R3_FLAGS,
         *GREEDY,
-        "--rollout-external-engine-addrs",
-        engine,
         "--ci-inject-rollout-data-path",
         str(recorded.run_dir / "rollouts"),
     ]

@@ -58,16 +58,14 @@ def test_a_killed_server_ends_the_job_with_its_cause_within_30_s(tmp_path, tiny_
     ],
 )
 def test_a_reward_that_misbehaves_ends_the_job_with_its_prompt_and_what_it_does(
-    reward, does, tmp_path, tiny_flags, engine
+    reward, does, tmp_path, served_flags
 ):
     path = f"tests.unit.reward_functions:{reward}"
     job = jobs.run(
         tmp_path / "run",
-        *tiny_flags,
+        *served_flags,
         "--num-rollout",
         "2",
-        "--rollout-external-engine-addrs",
-        engine,
         "--custom-rm-path",
         path,
         "--reward-timeout-s",
@@ -98,7 +96,7 @@ def test_a_trainer_killed_with_sigkill_leaves_no_server_after_15_s(tmp_path, tin
 
 
 def test_torchrun_shows_a_mistake_once(tmp_path):
-    job = jobs.run(tmp_path / "run", "--num-rollouts", "3", ranks=3)
+    job = jobs.run(tmp_path / "run", "--num-rollouts", "3", ranks=3, torchrun=True)
     assert job.code != 0 and job.output.count("Did you mean") == 1, job.output
     assert "Traceback" not in job.output and "ChildFailedError" not in job.output, job.output
 
@@ -203,7 +201,7 @@ def test_a_rule_that_fails_is_named_and_its_rollout_trained_after_a_resumption(
         *before,
         *([str(tiny / "model")] if before == WITH_KL else []),
     )
-    failed = jobs.run(tmp_path / "failed", *settings, *given, ranks=ranks)
+    failed = jobs.run(tmp_path / "failed", *settings, *given, ranks=ranks, torchrun=True)
     assert failed.code == 1, failed.output
     named = f"{' '.join(given)}: {cause}"
     output = " ".join(failed.output.split())

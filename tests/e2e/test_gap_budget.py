@@ -11,16 +11,14 @@ from r3train.cli import main
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
-def test_what_a_cache_that_is_not_flushed_adds_lands_on_the_cache(tmp_path, tiny_flags, engine):
+def test_what_a_cache_that_is_not_flushed_adds_lands_on_the_cache(tmp_path, served_flags):
     """At staleness 0 nothing else in float32 is above rounding; canaries have cache keys of one version each."""
     job = jobs.run(
         tmp_path / "run",
-        *tiny_flags,
+        *served_flags,
         *jobs.R3_FLAGS,
         "--num-rollout",
         "5",
-        "--rollout-external-engine-addrs",
-        engine,
         *"--max-weight-staleness 0 --no-flush-cache-on-update".split(),
     )
     assert job.code == 0, job.output

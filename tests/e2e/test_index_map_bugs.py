@@ -21,16 +21,14 @@ TP2 = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
 CP2 = ("--context-parallel-size", "2")
 
 
-def run_with(bug: str, parallel, run_dir, tiny_flags, engine) -> tuple[jobs.Job, dict]:
+def run_with(bug: str, parallel, run_dir, served_flags) -> tuple[jobs.Job, dict]:
     """One step of a job with the bug, and what check-evidence says of it."""
     job = jobs.run(
         run_dir,
-        *tiny_flags,
+        *served_flags,
         *jobs.R3_FLAGS,
         "--num-rollout",
         "1",
-        "--rollout-external-engine-addrs",
-        engine,
         *parallel,
         "--save",
         str(run_dir / "checkpoints"),
@@ -47,8 +45,8 @@ def run_with(bug: str, parallel, run_dir, tiny_flags, engine) -> tuple[jobs.Job,
 @pytest.mark.parametrize(
     "parallel", [pytest.param(TP2, marks=pytest.mark.slow), CP2], ids=["tp2", "cp2"]
 )
-def test_a_run_without_a_bug_passes(parallel, tmp_path, tiny_flags, engine):
-    job, said = run_with("null", parallel, tmp_path / "run", tiny_flags, engine)
+def test_a_run_without_a_bug_passes(parallel, tmp_path, served_flags):
+    job, said = run_with("null", parallel, tmp_path / "run", served_flags)
     assert job.code == 0, job.output
     assert said["exit"] == 0 and set(said["claims"].values()) == {"passed"}
     assert said["agreement"]["equal"] > 0.99
@@ -62,8 +60,8 @@ def test_a_run_without_a_bug_passes(parallel, tmp_path, tiny_flags, engine):
         pytest.param("cp_halves_swapped", CP2, marks=pytest.mark.slow),
     ],
 )
-def test_agreement_alone_fails(bug, parallel, tmp_path, tiny_flags, engine):
-    job, said = run_with(bug, parallel, tmp_path / "run", tiny_flags, engine)
+def test_agreement_alone_fails(bug, parallel, tmp_path, served_flags):
+    job, said = run_with(bug, parallel, tmp_path / "run", served_flags)
     assert job.code != 0 and "R3 mismatch tokens" in job.output
     assert "staleness does not explain them" in job.output
     # every route was replayed: the weights of the step are kept, before the run ends

@@ -38,15 +38,13 @@ def test_every_file_of_the_page_is_there():
 
 
 @pytest.mark.e2e
-def test_a_step_runs_no_file_that_the_page_does_not_name(tmp_path, tiny_flags, engine):
+def test_a_step_runs_no_file_that_the_page_does_not_name(tmp_path, served_flags):
     job = jobs.run(
         tmp_path / "run",
-        *tiny_flags,
+        *served_flags,
         *jobs.R3_FLAGS,
         "--num-rollout",
         "3",
-        "--rollout-external-engine-addrs",
-        engine,
         program=("-m", "tests.e2e.train_traced", str(tmp_path), "1"),
     )
     assert job.code == 0, job.output

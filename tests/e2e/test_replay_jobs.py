@@ -94,14 +94,12 @@ def test_every_bug_that_can_be_planted_is_planted_here():
 
 
 @pytest.mark.slow
-def test_without_the_check_there_is_no_r3_line_and_no_evidence(tmp_path, tiny_flags, engine):
+def test_without_the_check_there_is_no_r3_line_and_no_evidence(tmp_path, served_flags):
     job = jobs.run(
         tmp_path / "run",
-        *tiny_flags,
+        *served_flags,
         "--num-rollout",
         "1",
-        "--rollout-external-engine-addrs",
-        engine,
         "--use-rollout-routing-replay",
     )
     assert job.code == 0, job.output
@@ -111,16 +109,12 @@ def test_without_the_check_there_is_no_r3_line_and_no_evidence(tmp_path, tiny_fl
 
 # tests/unit/config hold the warning and that no evidence is taken
 @pytest.mark.slow
-def test_the_check_without_the_master_switch_warns_once_and_does_nothing(
-    tmp_path, tiny_flags, engine
-):
+def test_the_check_without_the_master_switch_warns_once_and_does_nothing(tmp_path, served_flags):
     job = jobs.run(
         tmp_path / "run",
-        *tiny_flags,
+        *served_flags,
         "--num-rollout",
         "1",
-        "--rollout-external-engine-addrs",
-        engine,
         "--enable-r3-correctness-check",
     )
     assert job.code == 0, job.output
@@ -128,14 +122,12 @@ def test_the_check_without_the_master_switch_warns_once_and_does_nothing(
     assert not (job.run_dir / "evidence").exists()
 
 
-def test_ci_test_turns_the_check_on_and_holds_its_invariants(tmp_path, tiny, tiny_flags, engine):
+def test_ci_test_turns_the_check_on_and_holds_its_invariants(tmp_path, tiny, served_flags):
     job = jobs.run(
         tmp_path / "run",
-        *tiny_flags,
+        *served_flags,
         "--num-rollout",
         "2",
-        "--rollout-external-engine-addrs",
-        engine,
         *"--use-rollout-routing-replay --ci-test --kl-loss-coef 0.01".split(),
         *"--recompute-granularity full --recompute-method uniform".split(),
         *"--recompute-num-layers 1 --use-tis --entropy-coef 0.001".split(),

@@ -23,16 +23,14 @@ def verdicts(job: jobs.Job) -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def stored(tmp_path_factory, tiny_flags, engine) -> jobs.Job:
+def stored(tmp_path_factory, served_flags) -> jobs.Job:
     """Three steps on two data-parallel ranks with stores, their rollouts dumped."""
     return jobs.run(
         tmp_path_factory.mktemp("stored") / "run",
-        *tiny_flags,
+        *served_flags,
         *STORES,
         "--num-rollout",
         "3",
-        "--rollout-external-engine-addrs",
-        engine,
         "--dump-rollouts",
     )
 
@@ -72,15 +70,13 @@ def test_the_same_rollouts_without_stores_give_the_same_fingerprints_and_the_sam
         assert {name: a[name] for name in same} == {name: b[name] for name in same}
 
 
-def test_without_stores_the_routes_come_to_rank_0s_client(tmp_path, tiny_flags, engine):
+def test_without_stores_the_routes_come_to_rank_0s_client(tmp_path, served_flags):
     job = jobs.run(
         tmp_path / "run",
-        *tiny_flags,
+        *served_flags,
         *R3,
         "--num-rollout",
         "1",
-        "--rollout-external-engine-addrs",
-        engine,
     )
     assert job.code == 0, job.output
     (m,) = job.metrics()
@@ -88,15 +84,13 @@ def test_without_stores_the_routes_come_to_rank_0s_client(tmp_path, tiny_flags, 
 
 
 @pytest.mark.parametrize("bug", ["one_expert", "token_shift", "layer_swap"])
-def test_a_planted_bug_fails_with_stores_too(bug, tmp_path, tiny_flags, engine):
+def test_a_planted_bug_fails_with_stores_too(bug, tmp_path, served_flags):
     job = jobs.run(
         tmp_path / "run",
-        *tiny_flags,
+        *served_flags,
         *STORES,
         "--num-rollout",
         "2",
-        "--rollout-external-engine-addrs",
-        engine,
         "--plant-bug",
         bug,
     )
@@ -142,17 +136,13 @@ def test_conversations_are_put_together_of_their_turns_rows(samples, tmp_path, e
     ],
     ids=["tp2_dp2", "pp2_dp2", "cp2_dp2"],
 )
-def test_four_ranks_get_their_rows_and_layers_from_two_leaders(
-    topology, tmp_path, tiny_flags, engine
-):
+def test_four_ranks_get_their_rows_and_layers_from_two_leaders(topology, tmp_path, served_flags):
     job = jobs.run(
         tmp_path / "run",
-        *tiny_flags,
+        *served_flags,
         *STORES,
         "--num-rollout",
         "2",
-        "--rollout-external-engine-addrs",
-        engine,
         *topology,
         ranks=4,
         timeout=380,

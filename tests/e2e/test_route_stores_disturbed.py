@@ -143,11 +143,11 @@ def test_a_job_that_ends_over_bad_answers_keeps_its_buffers_rows_and_resumes_wit
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["abort", "in_place"])
 def test_parts_of_several_versions_and_segments_are_put_together_by_reference(
-    mode, tmp_path, tiny_flags, engine
+    mode, tmp_path, served_flags, engine
 ):
     job = jobs.run(
         tmp_path / "run",
-        *tiny_flags,
+        *served_flags,
         *STORES,
         "--num-rollout",
         "6",
@@ -160,8 +160,6 @@ def test_parts_of_several_versions_and_segments_are_put_together_by_reference(
         "6",
         "--max-weight-staleness",
         "2",
-        "--rollout-external-engine-addrs",
-        engine,
     )
     assert job.code == 0, job.output
     metrics = job.metrics()

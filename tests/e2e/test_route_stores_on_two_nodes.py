@@ -58,10 +58,8 @@ def run_two_nodes(
     return codes, jobs.Job(max(codes, key=abs), text, run_dir)
 
 
-def test_leaders_on_two_nodes_exchange_routes_over_their_own_addresses(
-    tmp_path, tiny_flags, engine
-):
-    flags = [*tiny_flags, *FLAGS, "--rollout-external-engine-addrs", engine]
+def test_leaders_on_two_nodes_exchange_routes_over_their_own_addresses(tmp_path, served_flags):
+    flags = [*served_flags, *FLAGS]
     codes, job = run_two_nodes(tmp_path / "run", *flags, host_of_node_1=ADDRESS_OF_NODE_1)
     assert codes == (0, 0), job.output
     metrics = job.metrics()
@@ -72,8 +70,8 @@ def test_leaders_on_two_nodes_exchange_routes_over_their_own_addresses(
     assert f"http://{ADDRESS_OF_NODE_1}:" in logs and "http://127.0.0.1:" in logs
 
 
-def test_a_leader_that_cannot_bind_its_address_is_named_on_all_nodes(tmp_path, tiny_flags, engine):
-    flags = [*tiny_flags, *FLAGS, "--rollout-external-engine-addrs", engine]
+def test_a_leader_that_cannot_bind_its_address_is_named_on_all_nodes(tmp_path, served_flags):
+    flags = [*served_flags, *FLAGS]
     codes, job = run_two_nodes(tmp_path / "run", *flags, host_of_node_1="203.0.113.1")
     assert 0 not in codes, job.output
     assert "rank 2 cannot bind 203.0.113.1" in " ".join(job.output.split())

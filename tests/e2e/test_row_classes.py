@@ -90,16 +90,14 @@ def evidence_of(job: jobs.Job) -> list[dict]:
     return [json.loads(line)["rows_by_class"] for line in path.read_text().splitlines()]
 
 
-def test_a_job_counts_rows_from_the_cache_as_the_texts_before_tell(tmp_path, tiny_flags, engine):
+def test_a_job_counts_rows_from_the_cache_as_the_texts_before_tell(tmp_path, served_flags):
     """One request at a time: what the cache holds of a text is the longest beginning that an earlier one had."""
     job = jobs.run(
         tmp_path / "run",
-        *tiny_flags,
+        *served_flags,
         *jobs.R3_FLAGS,
         "--num-rollout",
         "2",
-        "--rollout-external-engine-addrs",
-        engine,
         *"--max-weight-staleness 0 --rollout-max-concurrency 1".split(),
         # whose texts would be in the cache, too
         *"--r3-recheck-share 0 --r3-canaries 0 --dump-rollouts".split(),
@@ -128,16 +126,14 @@ def test_a_job_counts_rows_from_the_cache_as_the_texts_before_tell(tmp_path, tin
 
 
 @pytest.mark.slow  # whether an update finds a sample in flight follows the machine; test_updates_in_flight has a job where it must
-def test_a_job_counts_rows_that_were_prefilled_again_after_updates(tmp_path, tiny_flags, engine):
+def test_a_job_counts_rows_that_were_prefilled_again_after_updates(tmp_path, served_flags):
     """The row at which newer weights went on, once for every update that a sample spans; every class occurs."""
     job = jobs.run(
         tmp_path / "run",
-        *tiny_flags,
+        *served_flags,
         *jobs.R3_FLAGS,
         "--num-rollout",
         "4",
-        "--rollout-external-engine-addrs",
-        engine,
         *"--pause-generation-mode abort --max-weight-staleness 2".split(),
         *"--rollout-max-response-len 300 --rollout-ignore-eos --dump-rollouts".split(),
         *"--over-sampling-batch-size 6 --rollout-max-concurrency 64".split(),

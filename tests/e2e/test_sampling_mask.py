@@ -16,11 +16,11 @@ pytestmark = pytest.mark.e2e
 AMONG_20 = ("--rollout-top-k", "20", "--rollout-top-p", "0.9")
 
 
-def test_log_probs_are_the_servers_own_and_every_kept_token_is_proved(tmp_path, tiny_flags, engine):
+def test_log_probs_are_the_servers_own_and_every_kept_token_is_proved(tmp_path, served_flags):
     """Tensor-parallel ranks, a KL reference, and a temperature at which sets are of every size."""
     job = jobs.run(
         tmp_path / "run",
-        *tiny_flags,
+        *served_flags,
         *jobs.R3_FLAGS,
         "--ci-test",
         *AMONG_20,
@@ -30,8 +30,6 @@ def test_log_probs_are_the_servers_own_and_every_kept_token_is_proved(tmp_path, 
         *"--tensor-model-parallel-size 2 --sequence-parallel --reuse-log-probs off".split(),
         *"--kl-loss-coef 0.01 --entropy-coef 0.001 --lr-warmup-iters 0".split(),
         *"--rollout-max-response-len 24 --rollout-temperature 0.3".split(),
-        "--rollout-external-engine-addrs",
-        engine,
     )
     assert job.code == 0, job.output
     metrics = job.metrics()
@@ -55,18 +53,14 @@ def test_log_probs_are_the_servers_own_and_every_kept_token_is_proved(tmp_path, 
 
 # tests/oracle/test_sampling_mask.py plants the same bug in ranks
 @pytest.mark.slow
-def test_without_the_sampling_mask_log_probs_are_off_and_the_proof_fails(
-    tmp_path, tiny_flags, engine
-):
+def test_without_the_sampling_mask_log_probs_are_off_and_the_proof_fails(tmp_path, served_flags):
     job = jobs.run(
         tmp_path / "run",
-        *tiny_flags,
+        *served_flags,
         *jobs.R3_FLAGS,
         *AMONG_20,
         "--num-rollout",
         "1",
-        "--rollout-external-engine-addrs",
-        engine,
         program=("-m", "tests.e2e.train_with_bug", "sampling_mask_not_applied"),
     )
     assert job.code != 0 and "sampling_mask layer" in job.output

@@ -38,10 +38,10 @@ def machines(run_dir: Path, *flags: str) -> Iterator[list[psutil.Popen]]:
             launcher.wait()
 
 
-def test_two_machines_train_together_and_machine_0_speaks(tmp_path, tiny_flags, engine):
+def test_two_machines_train_together_and_machine_0_speaks(tmp_path, served_flags):
     run_dir = tmp_path / "run"
-    flags = [*tiny_flags, *jobs.R3_FLAGS, "--num-rollout", "2"]
-    with machines(run_dir, *flags, "--rollout-external-engine-addrs", engine) as launchers:
+    flags = [*served_flags, *jobs.R3_FLAGS, "--num-rollout", "2"]
+    with machines(run_dir, *flags) as launchers:
         assert [launcher.wait(timeout=400) for launcher in launchers] == [0, 0], output(run_dir)
     metrics = jobs.Job(0, output(run_dir), run_dir).metrics()
     assert len(metrics) == 2 and all(step["r3/passed"] for step in metrics)
@@ -49,9 +49,9 @@ def test_two_machines_train_together_and_machine_0_speaks(tmp_path, tiny_flags, 
     assert "run finished" not in (tmp_path / "machine_1.txt").read_text()
 
 
-def test_a_rank_that_dies_ends_both_machines(tmp_path, tiny_flags, engine):
+def test_a_rank_that_dies_ends_both_machines(tmp_path, served_flags):
     run_dir = tmp_path / "run"
-    flags = [*tiny_flags, "--num-rollout", "100000", "--rollout-external-engine-addrs", engine]
+    flags = [*served_flags, "--num-rollout", "100000"]
     with machines(run_dir, *flags) as launchers:
         wait_for(lambda: steps_done(run_dir) >= 1, launchers[0], run_dir)
         (rank,) = [

@@ -177,16 +177,14 @@ def test_an_abort_on_a_shared_server_reaches_its_own_requests_alone(shared, serv
 
 @pytest.mark.parametrize("mode", ["in_place", pytest.param("abort", marks=pytest.mark.slow)])
 def test_a_job_trains_on_rollouts_that_span_updates_with_equal_fingerprints(
-    mode, tmp_path, tiny_flags, engine
+    mode, tmp_path, served_flags
 ):
     job = jobs.run(
         tmp_path / "run",
-        *tiny_flags,
+        *served_flags,
         *jobs.R3_FLAGS,
         "--num-rollout",
         "4",
-        "--rollout-external-engine-addrs",
-        engine,
         "--pause-generation-mode",
         mode,
         "--max-weight-staleness",
@@ -211,14 +209,12 @@ def test_a_job_trains_on_rollouts_that_span_updates_with_equal_fingerprints(
 
 
 @pytest.mark.slow
-def test_a_job_without_r3_trains_on_rollouts_that_updates_retracted(tmp_path, tiny_flags, engine):
+def test_a_job_without_r3_trains_on_rollouts_that_updates_retracted(tmp_path, served_flags):
     job = jobs.run(
         tmp_path / "run",
-        *tiny_flags,
+        *served_flags,
         "--num-rollout",
         "3",
-        "--rollout-external-engine-addrs",
-        engine,
         *"--pause-generation-mode retract --max-weight-staleness 2".split(),
         *"--rollout-max-response-len 300 --rollout-ignore-eos".split(),
         # half of what the staleness allows: the other half runs while the first is trained
