@@ -115,7 +115,6 @@ def replayed(tmp_path_factory, replay_flags) -> jobs.Job:
         *replay_flags,
         "--save",
         str(directory / "ck"),
-        "--save-interval",
-        "1",
+        *"--save-interval 1".split(),
         *f"--async-save --save-keep-last 2 --save-hf {directory / 'hf'}".split(),
     )

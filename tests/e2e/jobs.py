@@ -22,12 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Rows of older weights end no run, but every job would warn of them.
 FEW_ROWS = ("--lr", "5e-4")
 # canaries of every update are judged, whatever it costs
-R3_FLAGS = [
-    "--use-rollout-routing-replay",
-    "--enable-r3-correctness-check",
-    "--r3-canary-share",
-    "1",
-]
+R3_FLAGS = "--use-rollout-routing-replay --enable-r3-correctness-check --r3-canary-share 1".split()
 # for jobs whose server stands behind a proxy that counts or spoils every answer
 NO_CANARIES = ("--r3-canaries", "0")
 # of the run in conftest.py whose rollouts others train again: how it trains, and how many rollouts it has
@@ -36,15 +31,10 @@ REWARD_WEIGHTS = 1.0, 0.25
 RECORDED_FLAGS = (
     *R3_FLAGS,
     *f"--reuse-log-probs off --log-route-drift --num-rollout {RECORDED}".split(),
-    "--custom-rm-path",
-    "tests.unit.reward_functions:even_and_small",
-    "--reward-keys",
-    "even",
-    "small",
+    *"--custom-rm-path tests.unit.reward_functions:even_and_small --reward-keys even small".split(),
     "--reward-weights",
     *map(str, REWARD_WEIGHTS),
-    "--advantage-estimator",
-    "gdpo",
+    *"--advantage-estimator gdpo".split(),
 )
 
 

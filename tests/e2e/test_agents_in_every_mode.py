@@ -37,18 +37,12 @@ def task(tmp_path_factory):
 def flags_of(task, agent: str = "branching", response: int = 80) -> list[str]:
     return [
         *f"--hf-checkpoint {task / 'model'} --prompt-data {task / 'prompts.jsonl'}".split(),
-        "--rollout-batch-size",
-        "4",
-        "--n-samples-per-prompt",
-        "4",
-        "--no-plot",
+        *"--rollout-batch-size 4 --n-samples-per-prompt 4 --no-plot".split(),
         *jobs.FEW_ROWS,
-        "--no-tensorboard",
-        "--apply-chat-template",
+        *"--no-tensorboard --apply-chat-template".split(),
         "--agent",
         f"tests.e2e.scripted_agent:{agent}",
-        "--agent-tool-call-parser",
-        "tests.e2e.scripted_agent:first_word_is_a_call",
+        *"--agent-tool-call-parser tests.e2e.scripted_agent:first_word_is_a_call".split(),
         "--rollout-max-response-len",
         str(response),
         "--rollout-max-context-len",
@@ -112,15 +106,11 @@ def test_in_place_updates_four_steps_ahead_with_route_stores_and_retractions(
         tmp_path / "run",
         *flags_of(task, *LONG),
         *R3,
-        "--num-rollout",
-        "6",
-        "--route-stores",
-        *"--pause-generation-mode in_place --max-weight-staleness 4".split(),
-        *"--rollout-max-concurrency 10 --agent-max-sessions 64".split(),
+        *"--num-rollout 6 --route-stores --pause-generation-mode in_place".split(),
+        *"--max-weight-staleness 4 --rollout-max-concurrency 10 --agent-max-sessions 64".split(),
         *"--sglang-max-total-tokens 900 --sglang-schedule-conservativeness 0.01".split(),
         *f"--eval-prompt-data few {few} --eval-interval 3 --skip-eval-before-train".split(),
-        "--eval-max-response-len",
-        "260",
+        *"--eval-max-response-len 260".split(),
     )
     assert job.code == 0, job.output
     metrics = proved(job.run_dir, 6)
@@ -145,9 +135,7 @@ def test_aborting_updates_one_step_ahead_and_a_server_killed_in_open_sessions(
         run_dir,
         *flags_of(task, *LONG),
         *R3,
-        "--num-rollout",
-        "5",
-        *"--pause-generation-mode abort --max-weight-staleness 1".split(),
+        *"--num-rollout 5 --pause-generation-mode abort --max-weight-staleness 1".split(),
         *"--max-engine-restarts 1 --rollout-segment-len 8".split(),
         # few at once: generation takes longer than a step, and updates find calls in flight
         *"--rollout-max-concurrency 4 --agent-max-sessions 64".split(),
@@ -170,10 +158,8 @@ def test_drained_updates_of_a_colocated_synchronous_run(task, tmp_path):
         tmp_path / "run",
         *flags_of(task),
         *R3,
-        "--num-rollout",
-        "3",
-        *"--colocate --max-weight-staleness 0".split(),
-        *"--mask-truncated --overlong-buffer-len 10 --overlong-penalty-factor 0.5".split(),
+        *"--num-rollout 3 --colocate --max-weight-staleness 0 --mask-truncated".split(),
+        *"--overlong-buffer-len 10 --overlong-penalty-factor 0.5".split(),
     )
     assert job.code == 0, job.output
     metrics = proved(job.run_dir, 3)
@@ -188,11 +174,9 @@ def test_adapters_on_the_server_where_each_answer_has_one_version(task, tmp_path
         tmp_path / "run",
         *flags_of(task),
         *R3,
-        "--num-rollout",
-        "4",
-        "--dump-rollouts",
-        *"--lora-rank 4 --lora-alpha 8 --lora-serving adapter --lr 2e-3".split(),
-        *"--max-weight-staleness 2 --check-weight-update-equal".split(),
+        *"--num-rollout 4 --dump-rollouts --lora-rank 4 --lora-alpha 8".split(),
+        *"--lora-serving adapter --lr 2e-3 --max-weight-staleness 2".split(),
+        "--check-weight-update-equal",
     )
     assert job.code == 0, job.output
     metrics = proved(job.run_dir, 4)

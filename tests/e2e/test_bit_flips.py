@@ -34,8 +34,7 @@ def written(request, flags, tmp_path_factory) -> Path:
     job = jobs.run(
         directory / "run",
         *flags,
-        "--num-rollout",
-        "1",
+        *"--num-rollout 1".split(),
         "--save",
         str(directory / "saved"),
         request.param,
@@ -128,8 +127,7 @@ def test_a_checkpoint_and_an_export_of_before_there_were_checksums_load_with_a_n
         *flags,
         "--load",
         str(old),
-        "--num-rollout",
-        "2",
+        *"--num-rollout 2".split(),
         recipe="configs/tiny_sft.toml",
     )
     assert job.code == 0, job.output

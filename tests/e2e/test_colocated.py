@@ -244,8 +244,7 @@ def test_a_signal_or_a_dead_rank_while_the_actor_is_away_ends_as_it_does_elsewhe
     flags = [
         *tiny_flags,
         *COLOCATED,
-        "--num-rollout",
-        "6",
+        *"--num-rollout 6".split(),
         "--save",
         str(directory),
         "--auto-resume",

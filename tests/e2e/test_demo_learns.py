@@ -67,16 +67,12 @@ def test_the_demo_learns_with_adapters_on_two_servers_of_which_one_dies(serving,
         "--prompt-data",
         str(tmp_path / "tiny/prompts.jsonl"),
         *f"--seed {seed} --rollout-seed {seed}".split(),
-        "--lora-rank",
-        "8",
-        "--lora-alpha",
-        "16",
+        *"--lora-rank 8 --lora-alpha 16".split(),
         "--lora-serving",
         serving,
         # a low rank learns slower; at 2e-2 it does not learn, and at a constant 6e-3 not for long
-        *"--lr 6e-3 --lr-decay-style linear --num-rollout 120".split(),
-        *"--rollout-num-engines 2 --max-engine-restarts 1".split(),
-        "--check-weight-update-equal",
+        *"--lr 6e-3 --lr-decay-style linear --num-rollout 120 --rollout-num-engines 2".split(),
+        *"--max-engine-restarts 1 --check-weight-update-equal".split(),
     ]
     with running(run_dir, *flags) as job:
         wait_for(lambda: steps_done(run_dir) >= 20, job, run_dir, timeout=600)

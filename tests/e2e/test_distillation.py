@@ -26,9 +26,7 @@ def test_the_actor_comes_nearer_to_a_served_teacher_and_a_replay_trains_the_same
         *jobs.R3_FLAGS,
         "--num-rollout",
         str(ROLLOUTS),
-        "--rm-type",
-        "none",
-        *"--use-opd --opd-type sglang --lr-warmup-iters 0 --lr 2e-3".split(),
+        *"--rm-type none --use-opd --opd-type sglang --lr-warmup-iters 0 --lr 2e-3".split(),
     ]
     log = tmp_path / "teacher.log"
     with SGLangServer(

@@ -287,14 +287,13 @@ def test_what_the_text_names_is_there(page):
 
 # flags of other programs that the pages name
 _THEIRS = {
-    *"--nproc-per-node --nnodes --rdzv-endpoint --max-restarts --standalone".split(),
-    *"--rdzv-backend --node-rank --master-addr".split(),
-    *"--master-port --signal --shm-size --exclude-editable --no-deps".split(),
-    *"--exclusive --mem --export --batch --gpus".split(),
-    *"--gpus-per-node --gpus-per-task --rm --ipc --ulimit --network --device".split(),
-    "--cap-add",
-    "--ignore-requires-python",
-    *"--flag --requeue --enable-memory-saver --disable-overlap-schedule --moe-runner-backend --skip-tokenizer-init --json-model-override-args --enable-return-routed-experts --enable-return-indexer-topk --extra-index-url --no-build-isolation".split(),
+    *"--nproc-per-node --nnodes --rdzv-endpoint --max-restarts --standalone --rdzv-backend".split(),
+    *"--node-rank --master-addr --master-port --signal --shm-size --exclude-editable".split(),
+    *"--no-deps --exclusive --mem --export --batch --gpus --gpus-per-node --gpus-per-task".split(),
+    *"--rm --ipc --ulimit --network --device --cap-add --ignore-requires-python --flag".split(),
+    *"--requeue --enable-memory-saver --disable-overlap-schedule --moe-runner-backend".split(),
+    *"--skip-tokenizer-init --json-model-override-args --enable-return-routed-experts".split(),
+    *"--enable-return-indexer-topk --extra-index-url --no-build-isolation".split(),
     "--signals-to-handle",  # torchrun's
 }
 

@@ -65,8 +65,7 @@ def test_a_resumed_run_is_one_run_with_one_curve_and_one_evidence(tmp_path, repl
         *replay_flags,
         "--save",
         str(tmp_path / "ck"),
-        "--save-interval",
-        "2",
+        *"--save-interval 2".split(),
         torchrun=True,  # whose command is recorded
     )
     assert first.code == 0, first.output
@@ -177,9 +176,7 @@ def test_a_synchronous_greedy_run_that_is_killed_resumes_exactly_with_the_server
         *base,
         "--rollout-external-engine-addrs",
         engine,
-        "--max-weight-staleness",
-        "0",
-        *"--rollout-top-k 1 --entropy-coef 0.01".split(),
+        *"--max-weight-staleness 0 --rollout-top-k 1 --entropy-coef 0.01".split(),
     ]
     whole = jobs.run(
         tmp_path / "whole", *flags, "--num-rollout", "4", "--save-hf", str(tmp_path / "a")
@@ -253,16 +250,11 @@ def test_the_model_alone_loads_into_another_topology(tmp_path, base, replay, rep
     flags = [
         *base,
         *replay,
-        "--num-rollout",
-        "1",
+        *"--num-rollout 1".split(),
         "--load",
         checkpoint,
-        "--lr",
-        "0",
-        "--lr-warmup-iters",
-        "0",
-        *"--expert-model-parallel-size 1 --tensor-model-parallel-size 2".split(),
-        *"--sequence-parallel --r3-mismatch-threshold 1".split(),
+        *"--lr 0 --lr-warmup-iters 0 --expert-model-parallel-size 1".split(),
+        *"--tensor-model-parallel-size 2 --sequence-parallel --r3-mismatch-threshold 1".split(),
     ]
     loaded = jobs.run(
         tmp_path / "run", *flags, "--load-model-only", "--save-hf", str(tmp_path / "hf")
@@ -340,8 +332,7 @@ def test_a_disk_that_is_really_full_leaves_the_checkpoint_before_it(
         tmp_path / "resumed",
         *base,
         *replay,
-        "--num-rollout",
-        "2",
+        *"--num-rollout 2".split(),
         "--load",
         str(small_disk / "ck"),
     )
@@ -364,9 +355,7 @@ def test_a_full_disk_leaves_a_checkpoint_the_samples_that_it_had(
         *base,
         "--prompt-data",
         str(prompts),
-        "--no-rollout-shuffle",
-        "--num-rollout",
-        "6",
+        *"--no-rollout-shuffle --num-rollout 6".split(),
         "--rollout-external-engine-addrs",
         engine,
         "--save",
@@ -417,8 +406,7 @@ def test_a_signal_saves_and_exits_0_and_no_prompt_is_lost_or_trained_twice(tmp_p
     flags += [
         "--num-rollout",
         str(done + 3),
-        "--custom-rm-path",
-        "tests.unit.reward_functions:five_and_more",
+        *"--custom-rm-path tests.unit.reward_functions:five_and_more".split(),
     ]
     other = jobs.run(tmp_path / "other", *flags)
     assert other.code == 0, other.output

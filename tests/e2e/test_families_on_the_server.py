@@ -362,21 +362,13 @@ def test_a_job_of_the_family_is_proved_and_its_server_follows_the_actor(family, 
         str(tmp_path / "tiny" / "prompts.jsonl"),
         *"--rollout-batch-size 4 --n-samples-per-prompt 4 --no-plot".split(),
         # the entropy moves the weights: a random model gets little reward
-        *"--num-rollout 2 --max-weight-staleness 0 --entropy-coef 0.1".split(),
-        "--lr",
-        "1e-3",
-        "--lr-warmup-iters",
-        "0",
+        *"--num-rollout 2 --max-weight-staleness 0 --entropy-coef 0.1 --lr 1e-3".split(),
+        *"--lr-warmup-iters 0".split(),
         *WAYS[way],
         *jobs.R3_FLAGS,
-        "--r3-recheck-share",
-        "1",
-        "--ci-test",
-        "--no-tensorboard",
-        "--check-weight-update-equal",
+        *"--r3-recheck-share 1 --ci-test --no-tensorboard --check-weight-update-equal".split(),
         # some tensors a bucket: its ends come between many neighbours
-        "--update-weight-buffer-size",
-        "20000",
+        *"--update-weight-buffer-size 20000".split(),
     )
     assert job.code == 0, job.output
     within = FAMILIES[read_hf_facts(model).model_type].log_prob_gap

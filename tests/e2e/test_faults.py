@@ -64,12 +64,10 @@ def test_a_reward_that_misbehaves_ends_the_job_with_its_prompt_and_what_it_does(
     job = jobs.run(
         tmp_path / "run",
         *served_flags,
-        "--num-rollout",
-        "2",
+        *"--num-rollout 2".split(),
         "--custom-rm-path",
         path,
-        "--reward-timeout-s",
-        "2",
+        *"--reward-timeout-s 2".split(),
         "--save",
         str(tmp_path / "saved"),
         timeout=180,
@@ -131,11 +129,8 @@ def two_rollouts(tmp_path, tiny_flags) -> tuple[str, ...]:
         dump_rollout(tmp_path / "rollouts", rollout_id, groups)
     return (
         *tiny_flags,
-        "--rollout-batch-size",
-        "2",
-        "--n-samples-per-prompt",
-        "2",
-        *"--expert-model-parallel-size 1 --num-rollout 2 --global-batch-size 4".split(),
+        *"--rollout-batch-size 2 --n-samples-per-prompt 2 --expert-model-parallel-size 1".split(),
+        *"--num-rollout 2 --global-batch-size 4".split(),
         "--replay-rollouts",
         str(tmp_path / "rollouts"),
     )

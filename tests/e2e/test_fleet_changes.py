@@ -86,13 +86,7 @@ def job(tmp_path, tiny_flags, steps: int, *flags: str) -> Iterator:
     command = [
         *(*tiny_flags, *jobs.R3_FLAGS, "--num-rollout", str(steps)),
         *("--rollout-engines-file", str(tmp_path / "servers"), "--engine-health-timeout-s", "5"),
-        *(
-            "--rollout-max-response-len",
-            "96",
-            "--rollout-ignore-eos",
-            "--rollout-segment-len",
-            "16",
-        ),
+        *(*"--rollout-max-response-len 96 --rollout-ignore-eos --rollout-segment-len 16".split(),),
         *flags,
     ]
     with running(run_dir, *command) as process:

@@ -17,9 +17,7 @@ def test_what_a_cache_that_is_not_flushed_adds_lands_on_the_cache(tmp_path, serv
         tmp_path / "run",
         *served_flags,
         *jobs.R3_FLAGS,
-        "--num-rollout",
-        "5",
-        *"--max-weight-staleness 0 --no-flush-cache-on-update".split(),
+        *"--num-rollout 5 --max-weight-staleness 0 --no-flush-cache-on-update".split(),
     )
     assert job.code == 0, job.output
     *_, last = job.metrics()

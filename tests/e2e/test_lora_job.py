@@ -47,8 +47,7 @@ def merged_job(tmp_path_factory, tiny_flags) -> jobs.Job:
         "--save",
         str(run_dir.with_name("checkpoints")),
         *jobs.R3_FLAGS,
-        "--ci-test",
-        "--check-weight-update-equal",
+        *"--ci-test --check-weight-update-equal".split(),
     )
 
 
@@ -168,12 +167,10 @@ def test_experts_of_one_tensor_a_layer_learn_and_are_served_and_saved_merged(tmp
 # answers of 40 tokens: an update comes while most of them are half done
 LONG = (
     *ADAPTERS,
-    "--lr",
-    "2e-3",
-    *"--rollout-max-response-len 40 --rollout-ignore-eos --r3-mismatch-threshold 0.5".split(),
+    *"--lr 2e-3 --rollout-max-response-len 40 --rollout-ignore-eos".split(),
+    *"--r3-mismatch-threshold 0.5".split(),
     *jobs.R3_FLAGS,
-    "--check-weight-update-equal",
-    "--dump-rollouts",
+    *"--check-weight-update-equal --dump-rollouts".split(),
 )
 SERVED = (*LONG, "--lora-serving", "adapter")
 
@@ -204,9 +201,7 @@ def test_versions_are_adapters_side_by_side_and_every_answer_ends_on_its_own(
         tmp_path / "run",
         *tiny_flags,
         *SERVED,
-        "--num-rollout",
-        "4",
-        "--ci-test",
+        *"--num-rollout 4 --ci-test".split(),
         *f"--lora-adapter-path {exported(merged_job) / 'adapter'} --kl-loss-coef 0.01".split(),
         *f"--eval-prompt-data words {tiny / 'prompts.jsonl'} --eval-interval 2".split(),
         *f"--save-hf {saved} --lora-save-hf adapter".split(),
@@ -252,8 +247,7 @@ def test_the_adapter_of_another_version_is_found_by_its_log_probs(tmp_path, tiny
         *tiny_flags,
         *SERVED,
         *jobs.NO_CANARIES,
-        "--num-rollout",
-        "2",
+        *"--num-rollout 2".split(),
         program=("-m", "tests.e2e.train_with_bug", "adapter_of_last_version"),
     )
     assert job.code != 0, job.output
@@ -266,8 +260,7 @@ def test_the_adapter_of_another_version_is_found_by_the_canaries(tmp_path, tiny_
         tmp_path / "run",
         *tiny_flags,
         *SERVED,
-        "--num-rollout",
-        "3",
+        *"--num-rollout 3".split(),
         program=("-m", "tests.e2e.train_with_bug", "adapter_of_last_version"),
     )
     assert job.code != 0, job.output

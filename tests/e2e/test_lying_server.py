@@ -35,10 +35,7 @@ def flags_of(tiny_flags, *more):
         *jobs.R3_FLAGS,
         *jobs.NO_CANARIES,
         *f"--num-rollout {STEPS} --dump-rollouts".split(),
-        "--n-samples-per-prompt",
-        "8",
-        "--max-bad-answers",
-        "40",
+        *"--n-samples-per-prompt 8 --max-bad-answers 40".split(),
         *more,
     ]
 

@@ -43,8 +43,7 @@ def test_a_step_runs_no_file_that_the_page_does_not_name(tmp_path, served_flags)
         tmp_path / "run",
         *served_flags,
         *jobs.R3_FLAGS,
-        "--num-rollout",
-        "3",
+        *"--num-rollout 3".split(),
         program=("-m", "tests.e2e.train_traced", str(tmp_path), "1"),
     )
     assert job.code == 0, job.output

@@ -54,8 +54,7 @@ def test_a_planted_bug_fails_the_check_and_the_job(bug, tmp_path, tiny_flags, en
         tmp_path / "run",
         *tiny_flags,
         *jobs.R3_FLAGS,
-        "--num-rollout",
-        "2",
+        *"--num-rollout 2".split(),
         *served,
         "--plant-bug",
         bug,
@@ -98,9 +97,7 @@ def test_without_the_check_there_is_no_r3_line_and_no_evidence(tmp_path, served_
     job = jobs.run(
         tmp_path / "run",
         *served_flags,
-        "--num-rollout",
-        "1",
-        "--use-rollout-routing-replay",
+        *"--num-rollout 1 --use-rollout-routing-replay".split(),
     )
     assert job.code == 0, job.output
     assert "R3 wrapper" not in job.logs() and "R3 check" not in job.logs()
@@ -113,9 +110,7 @@ def test_the_check_without_the_master_switch_warns_once_and_does_nothing(tmp_pat
     job = jobs.run(
         tmp_path / "run",
         *served_flags,
-        "--num-rollout",
-        "1",
-        "--enable-r3-correctness-check",
+        *"--num-rollout 1 --enable-r3-correctness-check".split(),
     )
     assert job.code == 0, job.output
     assert job.output.count("--enable-r3-correctness-check") == 1
@@ -126,16 +121,11 @@ def test_ci_test_turns_the_check_on_and_holds_its_invariants(tmp_path, tiny, ser
     job = jobs.run(
         tmp_path / "run",
         *served_flags,
-        "--num-rollout",
-        "2",
-        *"--use-rollout-routing-replay --ci-test --kl-loss-coef 0.01".split(),
-        *"--recompute-granularity full --recompute-method uniform".split(),
-        *"--recompute-num-layers 1 --use-tis --entropy-coef 0.001".split(),
-        "--log-route-drift",
-        "--freeze-moe-router",
+        *"--num-rollout 2 --use-rollout-routing-replay --ci-test --kl-loss-coef 0.01".split(),
+        *"--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split(),
+        *"--use-tis --entropy-coef 0.001 --log-route-drift --freeze-moe-router".split(),
         *f"--lr-warmup-iters 0 --save-hf {tmp_path / 'hf'}".split(),
-        "--r3-evidence",
-        "summed",
+        *"--r3-evidence summed".split(),
     )
     assert job.code == 0, job.output
     m, later = job.metrics()

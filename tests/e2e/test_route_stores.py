@@ -29,9 +29,7 @@ def stored(tmp_path_factory, served_flags) -> jobs.Job:
         tmp_path_factory.mktemp("stored") / "run",
         *served_flags,
         *STORES,
-        "--num-rollout",
-        "3",
-        "--dump-rollouts",
+        *"--num-rollout 3 --dump-rollouts".split(),
     )
 
 
@@ -75,8 +73,7 @@ def test_without_stores_the_routes_come_to_rank_0s_client(tmp_path, served_flags
         tmp_path / "run",
         *served_flags,
         *R3,
-        "--num-rollout",
-        "1",
+        *"--num-rollout 1".split(),
     )
     assert job.code == 0, job.output
     (m,) = job.metrics()
@@ -89,8 +86,7 @@ def test_a_planted_bug_fails_with_stores_too(bug, tmp_path, served_flags):
         tmp_path / "run",
         *served_flags,
         *STORES,
-        "--num-rollout",
-        "2",
+        *"--num-rollout 2".split(),
         "--plant-bug",
         bug,
     )
@@ -141,8 +137,7 @@ def test_four_ranks_get_their_rows_and_layers_from_two_leaders(topology, tmp_pat
         tmp_path / "run",
         *served_flags,
         *STORES,
-        "--num-rollout",
-        "2",
+        *"--num-rollout 2".split(),
         *topology,
         ranks=4,
         timeout=380,

@@ -37,10 +37,7 @@ MISSING = 255
 STORES = [
     *jobs.R3_FLAGS,
     *jobs.NO_CANARIES,
-    "--route-stores",
-    "--dump-rollouts",
-    "--rollout-ignore-eos",
-    *"--lr 0 --lr-warmup-iters 0".split(),
+    *"--route-stores --dump-rollouts --rollout-ignore-eos --lr 0 --lr-warmup-iters 0".split(),
 ]
 
 
@@ -85,14 +82,10 @@ def test_answers_in_segments_of_which_some_are_spoiled_leave_every_row_in_its_pl
             run_dir,
             *tiny_flags,
             *STORES,
-            "--rollout-segment-len",
-            "3",
-            "--num-rollout",
-            "3",
+            *"--rollout-segment-len 3 --num-rollout 3".split(),
             "--rollout-external-engine-addrs",
             proxy,
-            "--max-bad-answers",
-            "9",
+            *"--max-bad-answers 9".split(),
         )
     assert job.code == 0, job.output
     spoiled = record.lies()
@@ -149,17 +142,11 @@ def test_parts_of_several_versions_and_segments_are_put_together_by_reference(
         tmp_path / "run",
         *served_flags,
         *STORES,
-        "--num-rollout",
-        "6",
-        "--rollout-max-response-len",
-        "100",
-        *"--rollout-segment-len 16 --max-tokens-per-gpu 2048".split(),
+        *"--num-rollout 6 --rollout-max-response-len 100 --rollout-segment-len 16".split(),
+        *"--max-tokens-per-gpu 2048".split(),
         "--pause-generation-mode",
         mode,
-        "--over-sampling-batch-size",
-        "6",
-        "--max-weight-staleness",
-        "2",
+        *"--over-sampling-batch-size 6 --max-weight-staleness 2".split(),
     )
     assert job.code == 0, job.output
     metrics = job.metrics()

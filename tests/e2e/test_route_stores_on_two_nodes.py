@@ -19,10 +19,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]
 # the data-parallel groups are the nodes: ranks 0 and 1, led by rank 0, and ranks 2 and 3, led by rank 2
 FLAGS = [
     *jobs.R3_FLAGS,
-    "--r3-mismatch-threshold",
-    "1",
-    "--route-stores",
-    *"--tensor-model-parallel-size 2 --sequence-parallel --num-rollout 2".split(),
+    *"--r3-mismatch-threshold 1 --route-stores --tensor-model-parallel-size 2".split(),
+    *"--sequence-parallel --num-rollout 2".split(),
 ]
 # all of 127.0.0.0/8 is this machine's; nothing but node 1's leader listens at this one
 ADDRESS_OF_NODE_1 = "127.0.0.2"

@@ -96,9 +96,7 @@ def test_a_job_counts_rows_from_the_cache_as_the_texts_before_tell(tmp_path, ser
         tmp_path / "run",
         *served_flags,
         *jobs.R3_FLAGS,
-        "--num-rollout",
-        "2",
-        *"--max-weight-staleness 0 --rollout-max-concurrency 1".split(),
+        *"--num-rollout 2 --max-weight-staleness 0 --rollout-max-concurrency 1".split(),
         # whose texts would be in the cache, too
         *"--r3-recheck-share 0 --r3-canaries 0 --dump-rollouts".split(),
     )
@@ -132,9 +130,7 @@ def test_a_job_counts_rows_that_were_prefilled_again_after_updates(tmp_path, ser
         tmp_path / "run",
         *served_flags,
         *jobs.R3_FLAGS,
-        "--num-rollout",
-        "4",
-        *"--pause-generation-mode abort --max-weight-staleness 2".split(),
+        *"--num-rollout 4 --pause-generation-mode abort --max-weight-staleness 2".split(),
         *"--rollout-max-response-len 300 --rollout-ignore-eos --dump-rollouts".split(),
         *"--over-sampling-batch-size 6 --rollout-max-concurrency 64".split(),
     )

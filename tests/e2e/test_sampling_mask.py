@@ -24,12 +24,10 @@ def test_log_probs_are_the_servers_own_and_every_kept_token_is_proved(tmp_path, 
         *jobs.R3_FLAGS,
         "--ci-test",
         *AMONG_20,
-        "--num-rollout",
-        "2",
-        "--dump-rollouts",
-        *"--tensor-model-parallel-size 2 --sequence-parallel --reuse-log-probs off".split(),
-        *"--kl-loss-coef 0.01 --entropy-coef 0.001 --lr-warmup-iters 0".split(),
-        *"--rollout-max-response-len 24 --rollout-temperature 0.3".split(),
+        *"--num-rollout 2 --dump-rollouts --tensor-model-parallel-size 2".split(),
+        *"--sequence-parallel --reuse-log-probs off --kl-loss-coef 0.01".split(),
+        *"--entropy-coef 0.001 --lr-warmup-iters 0 --rollout-max-response-len 24".split(),
+        *"--rollout-temperature 0.3".split(),
     )
     assert job.code == 0, job.output
     metrics = job.metrics()
@@ -59,8 +57,7 @@ def test_without_the_sampling_mask_log_probs_are_off_and_the_proof_fails(tmp_pat
         *served_flags,
         *jobs.R3_FLAGS,
         *AMONG_20,
-        "--num-rollout",
-        "1",
+        *"--num-rollout 1".split(),
         program=("-m", "tests.e2e.train_with_bug", "sampling_mask_not_applied"),
     )
     assert job.code != 0 and "sampling_mask layer" in job.output

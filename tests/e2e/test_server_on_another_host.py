@@ -83,8 +83,7 @@ def server(other_host, tiny_flags, tmp_path_factory) -> Iterator[Server]:
         log,
         "--address-file",
         address_file,
-        "--config",
-        "configs/tiny_cpu.toml",
+        *"--config configs/tiny_cpu.toml".split(),
         *tiny_flags,
         jobs.R3_FLAGS[0],
     ]

@@ -72,8 +72,7 @@ def test_a_short_job_has_transformers_loss_and_its_checkpoint_converts_to_its_ex
         *f"--hf-checkpoint {model} --prompt-data {talk / 'talk.jsonl'}".split(),
         *f"--rollout-batch-size {count} --num-rollout 2 --no-plot".split(),
         *f"--save {tmp_path / 'saved'} --save-hf {tmp_path / 'hf'}".split(),
-        "--expert-model-parallel-size",
-        "1",
+        *"--expert-model-parallel-size 1".split(),
         **ONE_RANK,
     )
     assert job.code == 0, job.output
@@ -101,8 +100,7 @@ def test_a_model_learns_its_conversations_and_is_exported_as_ever(talk, tmp_path
         *f"--save-hf {tmp_path / 'hf/{rollout_id}'} --save-interval 7".split(),
         *f"--rollout-batch-size {count} --save {tmp_path / 'saved'}".split(),
         *f"--global-batch-size {count // 4} --num-rollout 12 --no-plot".split(),
-        "--expert-model-parallel-size",
-        "1",
+        *"--expert-model-parallel-size 1".split(),
         **ONE_RANK,
     )
     assert job.code == 0, job.output

@@ -47,10 +47,7 @@ def test_20_steps_of_a_users_run_with_four_planned_faults_lose_nothing(tmp_path,
     flags = [
         *tiny_flags,
         *jobs.R3_FLAGS,
-        "--config",
-        "configs/tiny_cpu.toml",
-        "--save-interval",
-        "5",
+        *"--config configs/tiny_cpu.toml --save-interval 5".split(),
     ]
     flags += ["--rollout-segment-len", "3", "--engine-restart-backoff-s", "0"]
     said = soak(

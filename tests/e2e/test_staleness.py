@@ -42,9 +42,7 @@ def test_no_sample_is_older_than_allowed_though_requests_are_slow(
             *jobs.NO_CANARIES,
             *f"--num-rollout {STEPS} --max-weight-staleness {staleness}".split(),
             # the demo's: routes three steps old mismatch in more rows than the threshold lets its own
-            "--lr",
-            "2e-3",
-            *"--over-sampling-batch-size 6 --stale-policy regenerate".split(),
+            *"--lr 2e-3 --over-sampling-batch-size 6 --stale-policy regenerate".split(),
             "--pause-generation-mode",
             "abort" if staleness else "drain",
             "--rollout-external-engine-addrs",
