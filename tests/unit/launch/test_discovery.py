@@ -94,6 +94,12 @@ async def until(condition):
             await asyncio.sleep(0.01)
 
 
+async def looks_at(server):
+    """Wait until three looks have begun and ended, each of which asks the server for a sign of life."""
+    before = len(server.paths)
+    await until(lambda: len(server.paths) > before + 3)
+
+
 def whats(it):
     return [(server, what) for server, what, _ in it.told]
 
@@ -124,10 +130,10 @@ async def test_by_broadcast_it_joins_without_weights_and_so_does_one_that_nobody
 
 
 async def test_nobody_joins_in_the_middle_of_an_update(tmp_path, monkeypatch):
-    async with fleet(tmp_path, monkeypatch, Server(), Server()) as it:
+    async with fleet(tmp_path, monkeypatch, first := Server(), Server()) as it:
         with it.discovery.lock:
             it.name(0, 1)
-            await asyncio.sleep(0.4)
+            await looks_at(first)
             assert it.members.present() == [0]
         await until(lambda: it.members.present() == [0, 1])
 
@@ -135,14 +141,14 @@ async def test_nobody_joins_in_the_middle_of_an_update(tmp_path, monkeypatch):
 async def test_an_address_that_is_taken_back_leaves_when_its_calls_have_ended_and_may_come_back(
     tmp_path, monkeypatch
 ):
-    async with fleet(tmp_path, monkeypatch, Server(), Server()) as it:
+    async with fleet(tmp_path, monkeypatch, first := Server(), Server()) as it:
         it.name(0, 1)
         await until(lambda: it.members.holders(7) == [0, 1])
         it.busy.add(1)
         it.name(0)
         await until(lambda: it.members.holders(7) == [0])
         it.name(0, 1)  # back before its calls have ended
-        await asyncio.sleep(0.3)
+        await looks_at(first)
         assert it.members.present() == [0, 1] and it.members.holders(7) == [0]
         it.busy.clear()
         await until(lambda: it.members.holders(7) == [0, 2])
@@ -152,16 +158,18 @@ async def test_an_address_that_is_taken_back_leaves_when_its_calls_have_ended_an
 async def test_a_file_that_cannot_be_read_or_that_others_may_write_changes_nothing_and_is_said_once(
     tmp_path, monkeypatch
 ):
-    async with fleet(tmp_path, monkeypatch, Server(), Server()) as it:
-        for spoil in (lambda: it.source.unlink(), lambda: it.source.write_text("no port")):
-            spoil()
-            await asyncio.sleep(0.2)
-        it.name(1)
+    async with fleet(tmp_path, monkeypatch, first := Server(), Server()) as it:
+        said = lambda: [note for note in it.notes if "stay" in note]  # noqa: E731
+        it.source.unlink()
+        await until(lambda: len(said()) == 1)
+        it.source.write_text("no port")
+        await until(lambda: len(said()) == 2)
         it.source.chmod(0o666)
-        await asyncio.sleep(0.3)
+        it.name(1)
+        await until(lambda: len(said()) == 3)
+        await looks_at(first)
         assert it.members.present() == [0] and whats(it) == [(0, "joined")]
-        said = [note for note in it.notes if "stay" in note]
-        assert len(said) == 3 and "key" in said[2]
+        assert len(said()) == 3 and "key" in said()[2]
 
 
 async def test_one_that_dies_and_one_that_hangs_leave_and_come_back_under_new_numbers(
@@ -186,15 +194,10 @@ async def test_silence_counts_from_the_last_sign_of_life(tmp_path, monkeypatch):
     clock.monotonic = lambda: clock.now_s
     monkeypatch.setattr(module, "time", clock)
     async with fleet(tmp_path, monkeypatch, first := Server()) as it:
-
-        async def three_looks():
-            before = len(first.paths)
-            await until(lambda: len(first.paths) > before + 3)
-
         clock.now_s += 100
-        await three_looks()
+        await looks_at(first)
         first.statuses["/health"] = 503
-        await three_looks()
+        await looks_at(first)
         assert it.members.present() == [0], "it has answered for 100 s"
         clock.now_s += 100
         await until(lambda: it.members.present() == [])
@@ -203,9 +206,9 @@ async def test_silence_counts_from_the_last_sign_of_life(tmp_path, monkeypatch):
 async def test_while_weights_are_loaded_a_server_is_asked_for_no_token(tmp_path, monkeypatch):
     async with fleet(tmp_path, monkeypatch, first := Server()) as it:
         it.members.record(None)
-        await asyncio.sleep(0.2)
+        await looks_at(first)
         first.paths.clear()
-        await until(lambda: len(first.paths) > 3)
+        await looks_at(first)
         assert set(first.paths) == {"/model_info"}
 
 
