@@ -103,7 +103,11 @@ class Discovery:
         if named is not None:
             self._take_back(named)
         self.let_lost_leave()
-        for url in sorted((named or set()) - self._banned - self._tried):
+        # those that were never tried first: where nobody is there, one that does not answer would hold them up
+        for url in sorted(
+            (named or set()) - self._banned - self._tried,
+            key=lambda url: (self._not_before.get(url, 0.0), url),
+        ):
             server = self._numbers.get(url)
             was_member = server in self.members.present() or self.members.is_gone(server)
             # the first alone: the others are compared with it

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from aiohttp import web
 
-from r3train.engine.backend import EngineError
+from r3train.engine.backend import EngineError, EngineUnreachable
 from r3train.engine.control import EngineControl
 from r3train.engine.members import Members
 from r3train.engine.publish import WeightPublisher
@@ -66,13 +66,19 @@ async def fleet(tmp_path, monkeypatch, *fakes, gives=True, timeout_s=20.0, wait_
         settings = HTTPSettings(request_timeout_s=20.0)
         control = stack.enter_context(EngineControl(members, settings))
         it = SimpleNamespace(members=members, told=told, source=source, addrs=addrs, notes=[])
-        it.busy, it.control = set(), control
+        it.busy, it.silent, it.control = set(), set(), control
+
+        def examine(server):
+            if members.urls[server] in it.silent:
+                time.sleep(0.2)
+                raise EngineUnreachable("it does not answer")
+
         it.name = lambda *which: source.write_text("\n".join(addrs[i] for i in which))
         it.discovery = Discovery(
             source=source,
             members=members,
             control=control,
-            examine=lambda server: None,
+            examine=examine,
             score=lambda server, twin, version: "",
             publisher=lambda: Disk(control) if gives else WeightPublisher(),
             is_busy=it.busy.__contains__,
@@ -201,6 +207,14 @@ async def test_silence_counts_from_the_last_sign_of_life(tmp_path, monkeypatch):
         assert it.members.present() == [0], "it has answered for 100 s"
         clock.now_s += 100
         await until(lambda: it.members.present() == [])
+
+
+async def test_where_nobody_is_there_two_that_do_not_answer_hold_no_third_up(tmp_path, monkeypatch):
+    async with fleet(tmp_path, monkeypatch, *(Server() for _ in range(4))) as it:
+        it.silent |= set(sorted(f"http://{addr}" for addr in it.addrs[1:])[:2])
+        it.members.leave(0, "it died")
+        it.name(1, 2, 3)
+        await until(lambda: len(it.members.present()) == 1)
 
 
 async def test_while_weights_are_loaded_a_server_is_asked_for_no_token(tmp_path, monkeypatch):
