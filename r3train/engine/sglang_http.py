@@ -81,7 +81,7 @@ def bound_of_routes(tokens: int, routes: RouteShape) -> int:
 
 @dataclass(frozen=True)
 class HTTPSettings:
-    """How a run calls its servers, whichever part of it calls."""
+    """Settings of a run's calls to its servers, whichever part of it calls."""
 
     api_key: str | None = None
     # for one answer; also from a busy server's first refusal to the last try

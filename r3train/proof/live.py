@@ -27,7 +27,7 @@ from r3train.types import ReplayEvidence, RouteShape
 
 @dataclass(frozen=True)
 class StepClaims:
-    """What rank 0 knows of a step next to its replay.
+    """Records and verdicts that rank 0 has of a step next to its replay.
 
     To judge with the step: rechecked: comparisons with samples that were rechecked, None without any to expect; missed:
     see ``Recheck``; custody: the sessions of agents.  Judged before the step, where a fault has ended the run: served:

@@ -124,7 +124,7 @@ class Disk(WeightPublisher):
 
 
 def held_by_a_run(steps: int, directory: Path) -> tuple[list[dict[str, float]], Counter[str]]:
-    """What the process holds every 50 steps, with the CPU milliseconds of a step; and changes of the fleet."""
+    """Run; return what the process holds every 50 steps, with the CPU milliseconds of a step, and changes of the fleet."""
     changes, held, clients = Counter[str](), [], []
     members = Members([], changes=True, on_change=lambda change: changes.update([change.what]))
     source = directory / "servers"
@@ -140,6 +140,7 @@ def held_by_a_run(steps: int, directory: Path) -> tuple[list[dict[str, float]], 
             members=members,
             control=control,
             examine=lambda server: None,
+            score=lambda server, twin, version: "",
             publisher=lambda: publisher,
             is_busy=lambda server: bool(clients) and clients[0].is_busy(server),
             note=lambda text: None,
