@@ -33,6 +33,7 @@ from r3train.engine.client import SGLangClient
 from r3train.engine.control import EngineControl
 from r3train.engine.members import Members
 from r3train.engine.publish import WeightPublisher
+from r3train.engine.sglang_http import HTTPSettings
 from r3train.launch.start import discovery as module
 from r3train.launch.start.discovery import Discovery
 from r3train.loop import prompt_log
@@ -130,7 +131,7 @@ def held_by_a_run(steps: int, directory: Path) -> tuple[list[dict[str, float]], 
     source = directory / "servers"
 
     def make_client() -> SGLangClient:
-        clients.append(SGLangClient(members, routes=ROUTES, max_bad_answers=3))
+        clients.append(SGLangClient(members, HTTPSettings(max_bad_answers=3), routes=ROUTES))
         return clients[-1]
 
     with servers() as addrs, EngineControl(members) as control:
