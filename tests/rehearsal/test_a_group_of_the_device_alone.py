@@ -60,6 +60,7 @@ def rehearsed(request, tmp_path_factory) -> tuple[jobs.Job, list[dict]]:
         "1",  # no router chose these routes
         *jobs.R3_FLAGS,
         program=(*REHEARSED, str(directory / "report")),
+        torchrun=True,  # it changes torch before anything is imported
     )
     reports = sorted(directory.glob("report.*.json"))
     return job, [json.loads(r.read_text()) for r in reports]
