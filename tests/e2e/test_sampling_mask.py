@@ -60,6 +60,6 @@ def test_without_the_sampling_mask_log_probs_are_off_and_the_proof_fails(tmp_pat
         *"--num-rollout 1".split(),
         program=("-m", "tests.e2e.train_with_bug", "sampling_mask_not_applied"),
     )
-    assert job.code != 0 and "sampling_mask layer" in job.output
+    assert job.code != 0 and "sampling_mask/replay_forward layer 1" in job.output
     (metrics,) = job.metrics()
     assert metrics["train/log_prob_gap_max"] > 0.5 and metrics["r3/passed"] is False
