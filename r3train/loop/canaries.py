@@ -328,8 +328,10 @@ class Canaries:
         limit, seen, text = self.config.suspect_limit, Suspicions(), "unscored"
         for _ in range(math.ceil(limit) if self.ready else 0):
             keys = [f"{self._name}-{secrets.token_hex(4)}" for _ in self._texts]
-            how = dict(halves=0, drawn=0, at_once=1, servers=[server, twin])
-            scores, _ = self.rank_zero.weights.read_canaries(self._texts, keys, version, **how)()
+            read = self.rank_zero.weights.read_canaries(
+                self._texts, keys, version, halves=0, drawn=0, at_once=1, servers=[server, twin]
+            )
+            scores, _ = read()
             off = np.abs(_given(scores[server]) - _given(scores[twin]))
             mean, usual = bounded_mean(off, self._usual_apart), self._usual_apart
             found = seen.see("JOINS", server, mean, start=usual, least=self._noise.least_mean)

@@ -278,7 +278,7 @@ class WeightUpdate:
     def _failed(self, update: Update, error: Exception) -> BaseException | None:
         """Rank 0: let the other ranks go on after an error, and say what becomes of the update.
 
-        Returns the error where ``revive`` may mend it.  Returns None where the run goes on without an update: generation
+        Returns the error where ``revive`` may help.  Returns None where the run goes on without an update: generation
         failed for good (``recovery.fatal``), or no server is there, and the next ``take`` revives.  Generation rests until
         ``Rollouts.resume`` then.  Raises an error that is neither the servers' nor the source's.
         """

@@ -81,7 +81,7 @@ class Server(Fake):
         self.lie, self.told, self.is_sound = lie, 0, asyncio.Event()
         self.label = "default"
 
-    def mend(self):
+    def become_sound(self):
         self.lie, self.model = None, self.config.parent
         self.is_sound.set()
 
@@ -161,7 +161,7 @@ async def run_with(liar, tiny, tmp_path, monkeypatch, timeout_s=20.0, first_lie=
         try:
             if first_lie is not None:
                 await until(lambda: (tmp_path / "servers.jsonl").exists())
-                first.mend()
+                first.become_sound()
             await ready
             await asyncio.to_thread(update, 7)
             yield SimpleNamespace(
@@ -173,7 +173,7 @@ async def run_with(liar, tiny, tmp_path, monkeypatch, timeout_s=20.0, first_lie=
                 refused=lambda: [line for line in lines() if line["what"] == "refused"],
             )
         finally:
-            first.mend(), liar.mend()
+            first.become_sound(), liar.become_sound()
             await asyncio.to_thread(servers.close)
 
 
@@ -196,7 +196,7 @@ async def test_a_lie_at_the_join_is_refused_with_its_address_or_outlived(
             await run.begin_update()  # it waits for nobody
         assert run.members.present() == [0]
         loads = liar.paths.count(LOAD)
-        liar.mend()
+        liar.become_sound()
         if lie.is_banned:
             await run.looked()
             assert liar.paths.count(LOAD) == loads and run.members.present() == [0]
@@ -218,7 +218,7 @@ async def test_an_address_that_is_taken_back_while_it_is_admitted_joins_when_it_
         await until(lambda: liar.told)
         run.name()
         await run.looked()
-        liar.mend()
+        liar.become_sound()
         await until(run.refused)
         assert run.refused()[0]["url"].endswith(run.addr)
         run.name(run.addr)
@@ -239,7 +239,7 @@ async def test_what_is_the_newest_no_more_when_it_is_loaded_is_no_reason_to_refu
         await run.update(8)
         weights = Path(liar.bodies[liar.paths.index(LOAD)]["model_path"])
         assert weights.is_dir(), "it is read"
-        liar.mend()
+        liar.become_sound()
         await until(lambda: run.members.present() == [0, 1])
         await run.update(9)
         assert run.members.holders(9) == [0, 1] and not weights.exists()
