@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -27,7 +27,7 @@ from torch.distributed.run import get_args_parser as torchrun_parser
 import train_async
 from r3train.cli import SUBCOMMANDS, main
 from r3train.engine.key import ENGINE_KEY_VARIABLE
-from r3train.engine.server import free_port
+from r3train.engine.server import SGLangServer, free_port
 from r3train.launch.start.start_ranks import train_command
 from tests.e2e import checkouts, docs_commands, jobs
 from tests.e2e.docs_commands import PAGES, Kind
@@ -45,6 +45,18 @@ def checkout(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(tiny, directory / "runs" / "tiny")
     checkouts.add_qwen3_30b_a3b(directory, tiny)
     return directory
+
+
+@pytest.fixture(scope="module")
+def elsewhere(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Address of a server whose checkpoint is not on this machine, so that no run can hold its sizes against its own."""
+    directory = tmp_path_factory.mktemp("elsewhere")
+    shutil.copytree(tiny / "model", directory / "model")
+    log = directory / "sglang.log"
+    with SGLangServer(directory / "model", log, return_routed_experts=True) as server:
+        server.wait_ready()
+        shutil.rmtree(directory / "model")
+        yield server.addr
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +163,7 @@ def _kind(command: str) -> Kind | None:
 @pytest.mark.slow
 @pytest.mark.ci
 @commands_of({Kind.RUN, Kind.JOB, Kind.DRY, Kind.PLAN})
-def test_the_commands_of_a_page_run(page, checkout, once, engine, monkeypatch):
+def test_the_commands_of_a_page_run(page, checkout, once, engine, elsewhere, monkeypatch):
     for command in docs_commands.commands(page.read_text(encoding="utf-8")):
         kind = docs_commands.rule_of(command).kind
         if command in once:
@@ -165,10 +177,10 @@ def test_the_commands_of_a_page_run(page, checkout, once, engine, monkeypatch):
             trains = "r3train train" in command or "train_async" in command
             if kind is Kind.PLAN and trains:  # the recipe's servers are elsewhere, or the command's
                 if file := re.search(r" --rollout-engines-file (\S+)", command):
-                    (checkout / file[1]).write_text(f"{engine}\n")
+                    (checkout / file[1]).write_text(f"{elsewhere}\n")
                 else:
                     command = re.sub(r" --rollout-external-engine-addrs \S+", "", command)
-                    command += f" --rollout-external-engine-addrs {engine}"
+                    command += f" --rollout-external-engine-addrs {elsewhere}"
             # a page that binds a server beyond loopback says to export its key
             if trains:
                 assert "[model]" in dry_run(f"{KEY} {command}", checkout, monkeypatch)
@@ -179,7 +191,7 @@ def test_the_commands_of_a_page_run(page, checkout, once, engine, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @commands_of({Kind.DRY, Kind.NODES, Kind.SERVE})
-def test_the_commands_of_a_page_that_train_or_serve_do_so(page, checkout, once, engine):
+def test_the_commands_of_a_page_that_train_or_serve_do_so(page, checkout, once, elsewhere):
     for command in docs_commands.commands(page.read_text(encoding="utf-8")):
         kind = docs_commands.rule_of(command).kind
         if f"really {command}" in once:
@@ -190,7 +202,7 @@ def test_the_commands_of_a_page_that_train_or_serve_do_so(page, checkout, once, 
         elif kind is Kind.NODES:
             here = f"--rdzv-endpoint 127.0.0.1:{free_port('127.0.0.1')}"
             node = re.sub(r"--rdzv-endpoint \S+", here, command) + " --dry-run"
-            node = re.sub(r"(--rollout-external-engine-addrs) \S+", rf"\1 {engine}", node)
+            node = re.sub(r"(--rollout-external-engine-addrs) \S+", rf"\1 {elsewhere}", node)
             others = f"{node} & " * (int(re.findall(r"--nnodes (\d+)", command)[0]) - 1)
             assert "[model]" in run(f"{others}{node} && wait", checkout, timeout=600)
         elif kind is Kind.SERVE:
