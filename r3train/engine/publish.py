@@ -19,6 +19,7 @@ import secrets
 import socket
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -235,11 +236,10 @@ class DistributedPublisher(WeightPublisher):
         self._master_address = group.master_address
         self._timeout = timedelta(seconds=group.timeout_s)
         self._flush_cache = flush_cache
-        # A new name: servers may outlive this trainer, and refuse a group name that they know.
-        self._group_name = f"r3train_weights_{secrets.token_hex(4)}"
+        self._group_name = ""
         self._group: dist.ProcessGroup | None = None
         self._is_warm = False  # the group has sent something
-        self._failed: dist.ProcessGroup | None = None
+        self._failed: tuple[dist.ProcessGroup, BaseException] | None = None  # with its error
         self._store: dist.TCPStore | None = None
         self._memory = _BucketMemory(self._device)
         self._servers: list[int] = []  # of the group
@@ -260,8 +260,10 @@ class DistributedPublisher(WeightPublisher):
         servers = self._engine.present()
         if self._group is not None and self._servers == servers:
             return
-        if self._group is not None:
-            self.reconnect()
+        self._leave()
+        self._drop_failed()
+        # A new name: servers may outlive this trainer, and neither side takes a name again.
+        self._group_name = f"r3train_weights_{secrets.token_hex(4)}"
         self._servers = servers
         sizes = self._engine.update_group_sizes(servers)
         world_size = 1 + sum(sizes)
@@ -399,8 +401,9 @@ class DistributedPublisher(WeightPublisher):
         """Give up the group after an error: it is out of step with the servers, and never used again."""
         try:
             yield
-        except BaseException:
-            self._failed, self._group, self._store = self._group, None, None
+        except BaseException as error:
+            if self._group is not None:
+                self._failed, self._group, self._store = (self._group, error), None, None
             self._memory = _BucketMemory(
                 self._device
             )  # the pending broadcast may still read this buffer
@@ -433,14 +436,14 @@ class DistributedPublisher(WeightPublisher):
     def reconnect(self) -> None:
         """Drop the group, after a restart of servers: the next ``publish`` makes a new one."""
         self.close()
-        # Not earlier: gloo frees a group that broadcasts to a hanging server at its timeout.
-        failed, self._failed = self._failed, None
-        if failed is not None:
-            dist.destroy_process_group(failed)
-        self._group_name = f"r3train_weights_{secrets.token_hex(4)}"
+        self._drop_failed()
 
     def close(self) -> None:
         """Leave the group, on both sides where they still answer. Idempotent."""
+        self._leave()
+        self._store = None
+
+    def _leave(self) -> None:
         group, self._group = self._group, None
         if group is not None:
             try:
@@ -448,7 +451,21 @@ class DistributedPublisher(WeightPublisher):
             except RuntimeError:
                 pass  # the servers are gone already, and the group with them
             dist.destroy_process_group(group)
-        self._store = None
+
+    def _drop_failed(self) -> None:
+        """Close the connections of a group that has failed: a server that lives waits at them for the bucket.
+
+        gloo ends a broadcast to a server that hangs at its timeout, so that this takes a thread.
+        """
+        if self._failed is None:
+            return
+        (group, error), self._failed = self._failed, None
+        # gloo has no other way: they close with the last reference, and the error's frames hold the broadcast
+        traceback.clear_frames(error.__traceback__)
+        dist.destroy_process_group(group)
+        last = [group]
+        del group
+        threading.Thread(target=last.clear, name="failed-group", daemon=True).start()
 
 
 def _raise(loaded: Future[None]) -> None:
