@@ -112,12 +112,9 @@ class GeneratedRollouts:
 
     def _make_client(self) -> SGLangClient:
         servers, rollout = self._servers, self._job.config.rollout
-        settings = servers.http_settings
-        if not servers.own:  # no process of this job has ended: requests go on elsewhere at once
-            settings = replace(settings, check_alive=None)
         return SGLangClient(
             servers.members,
-            settings,
+            servers.http_settings,
             routes=servers.routes.row_shape,
             sent_routes=servers.route_shape,
             index_topk=servers.index_topk,

@@ -99,7 +99,7 @@ class RunServers:
         self.http_settings = HTTPSettings(
             api_key=self.api_key,
             request_timeout_s=rollout.rollout_request_timeout_s,
-            check_alive=self.check_alive,
+            check_alive=self.check_alive if self.own else None,
             max_bad_answers=faults.max_bad_answers,
             on_failed_try=self._count_bad_answer,
         )
