@@ -549,7 +549,7 @@ def test_a_group_that_failed_is_let_go_of_once_the_servers_are_new():
 
 
 def test_after_a_failed_broadcast_the_next_one_has_a_group_of_another_name(alone):
-    """Where no server was left, the next update comes without a restart."""
+    """The next update comes without a restart where no server was left."""
     engine = DyingEngine()
     publisher = DistributedPublisher(engine, bucket_bytes=8)
     with pytest.raises(RuntimeError, match="the server died"):
