@@ -98,6 +98,7 @@ class WeightUpdate:
     def __post_init__(self) -> None:
         self._source: RolloutSource | None = None
         self._began = False
+        self._rests = False  # on rank 0: nothing is generated since an update that left no server
         self._export: Path | None = None  # on rank 0: written of the newest update, to compare with
         self._servers_hold_base = False  # with LoRA: all tensors without an adapter were sent
         self._quantised = quantised_tensors(self.hf) if self.config.serves_fp8 else frozenset()
@@ -196,6 +197,9 @@ class WeightUpdate:
                 self._verify(update)
                 if self._source is not None:
                     self._source.set_version(weight_version)
+            if self._rests:
+                self.rank_zero.rollouts.resume()
+                self._rests = False
         except Exception as error:
             return {}, self._failed(update, error)
         return update.metrics, None
@@ -279,8 +283,8 @@ class WeightUpdate:
         """Rank 0: let the other ranks go on after an error, and say what becomes of the update.
 
         Returns the error where ``revive`` may help.  Returns None where the run goes on without an update: generation
-        failed for good (``recovery.fatal``), or no server is there, and the next ``take`` revives.  Generation rests until
-        ``Rollouts.resume`` then.  Raises an error that is neither the servers' nor the source's.
+        failed for good (``recovery.fatal``), or no server is there, and the next ``take`` revives, or the next update comes
+        first.  Generation rests until ``Rollouts.resume`` then.  Raises an error that is neither the servers' nor the source's.
         """
         generating_failed = self._source is not None and error is self._source.failure
         if not generating_failed and not isinstance(error, SERVER_ERRORS):
@@ -290,7 +294,10 @@ class WeightUpdate:
         if changes and self._source is not None and not generating_failed:
             # requests that wait for a server take the newest weights, maybe before the next try has ended
             self._source.set_version(update.version)
-            if self.rank_zero.servers.is_deserted:  # ``revive`` brings them to the next servers
+            if (
+                self.rank_zero.servers.is_deserted
+            ):  # ``revive`` or the next update brings them to the next servers
+                self._rests = True
                 return None
         if generating_failed and not isinstance(error, self.recovery.caught):
             self.recovery.fatal = error  # the ranks come together at the next rollout

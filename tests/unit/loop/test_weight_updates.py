@@ -172,6 +172,22 @@ def test_weights_that_nobody_is_there_to_get_are_made_up_for_when_a_server_has_j
     assert update.revive(1, EngineDied("none holds them"))["rollout/weight_version"] == 1
 
 
+def test_generation_goes_on_where_the_next_update_comes_before_anybody_asks_for_a_server():
+    """A batch may be complete already, and a server has joined while it was trained."""
+    resumed, servers = [], Deserted(lost_at=1)
+    servers.resume = lambda: resumed.append(servers.lost_at)
+    source = RolloutSource()
+    source.set_version = lambda version: None
+    actor = SimpleNamespace(hf_weights=lambda **how: iter(()))
+    update = updates_of(servers, actor, max_engine_restarts=0, rollout_engines_file="f")
+    update.set_source(source)
+    assert update.publish(1) == {} and not resumed
+    servers.lost_at = 0  # one has joined
+    for version in (2, 3):
+        assert update.publish(version)["rollout/weight_version"] == version
+    assert resumed == [0], "once"
+
+
 @pytest.mark.parametrize(
     "compared, stops, sent", [(False, False, [1, 2]), (True, False, [1, 2, 3]), (True, True, [])]
 )
