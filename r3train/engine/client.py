@@ -219,10 +219,10 @@ class SGLangClient:
                 except ServerLeft:
                     self.moved_requests += 1
                     self.moved_tokens += request.num_generated
-                    if self.adapters is None:  # else new servers get its version too
-                        request = await self._for_newest(request)
 
     async def _drawn(self, request: Request, tried: list[int]) -> Segment:
+        if self.members.changes and self.adapters is None:  # else new servers get its version too
+            request = await self._for_newest(request)
         answer, sent = await self._ask(self._body(request), request, tried)
         read = partial(
             read_answer,

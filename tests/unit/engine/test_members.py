@@ -160,6 +160,17 @@ async def test_the_request_of_a_lost_server_goes_on_elsewhere_with_its_tokens_an
         assert (client.moved_requests, client.moved_tokens) == (1, 5)
 
 
+async def test_a_request_that_has_waited_for_a_server_takes_the_newest_weights():
+    """The last server left before it could be sent; an update came before the next one joined."""
+    async with client_of(Fake(labelled(2)), versions=[None], changes=True) as client:
+        call = asyncio.create_task(client.generate(REQUEST))
+        await asyncio.sleep(0.2)
+        assert not call.done(), "nobody holds the weights"
+        client.members.record(2)
+        segment = await asyncio.wait_for(call, 20)
+        assert segment.weight_versions.tolist() == [2]
+
+
 async def test_the_request_of_a_server_of_the_run_that_ended_waits_until_that_has_weights_again():
     fake, dead = Fake(gone), [EngineDied("it ended with exit code -9")]
 
