@@ -77,6 +77,7 @@ class RunServers:
         self._last_loss = ""
         self._updating = False
         self._failed_updates = 0  # in a row, although all servers answer
+        self._updated: set[int] = set()  # servers of the newest update, as it began
         self._bad_answers = 0
 
     def start(self, num_ranks: int | None = None) -> None:
@@ -252,9 +253,9 @@ class RunServers:
         self.text_ends = self.control.text_ends()
 
     def _let_lost_leave(self) -> None:
-        before = self.members.present()
         self._discovery.let_lost_leave()
-        self._failed_updates += bool(before) and before == self.members.present()
+        nobody_left = self._updated <= set(self.members.present())
+        self._failed_updates += bool(self._updated) and nobody_left
         if self._failed_updates > _MOST_FAILED_UPDATES:
             raise EngineError(f"{_MOST_FAILED_UPDATES} weight updates in a row have failed")
         while self.is_deserted and self.client is None:  # later the producer waits
@@ -266,6 +267,7 @@ class RunServers:
         """A block in which no server joins; raises as ``restart`` mends it where one of the run's own is lost."""
         with self._discovery.lock if self._discovery is not None else nullcontext():
             self._check_own()
+            self._updated = set(self.members.present())
             self._updating = True
             try:
                 yield

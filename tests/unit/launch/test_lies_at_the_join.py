@@ -14,6 +14,7 @@ import pytest
 import torch
 from aiohttp import web
 
+from r3train.engine.backend import EngineError, EngineUnreachable
 from r3train.families.read_facts import read_hf_facts
 from r3train.launch.start import discovery
 from r3train.launch.start.servers import RunServers
@@ -251,3 +252,25 @@ async def test_the_first_one_is_held_against_the_checkpoint(tiny, tmp_path, monk
     async with run_with(liar, tiny, tmp_path, monkeypatch, **how) as run:
         assert LIES["an architecture"].said in run.refused()[0]["why"]
         assert run.whats() == [(0, "refused"), (0, "joined")]
+
+
+@pytest.mark.parametrize("is_lost", [True, False])
+async def test_updates_that_fail_end_the_run_where_no_server_was_lost_in_them(
+    is_lost, tiny, tmp_path, monkeypatch
+):
+    other = Server(tiny / "model", None)
+
+    def fail(run):
+        with contextlib.suppress(EngineUnreachable), run.servers.unchanged():
+            if is_lost:
+                run.members.leave(max(run.members.present()), "a call failed")
+            raise EngineUnreachable("the update has failed")
+        run.servers.restart("the update has failed")
+
+    async with run_with(other, tiny, tmp_path, monkeypatch) as run:
+        run.name(run.addr)
+        for attempt in range(4):
+            await until(lambda: len(run.members.present()) == 2)
+            ends = attempt == 3 and not is_lost
+            with pytest.raises(EngineError) if ends else contextlib.nullcontext():
+                await asyncio.to_thread(fail, run)
