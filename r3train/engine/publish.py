@@ -435,8 +435,8 @@ class DistributedPublisher(WeightPublisher):
 
     def reconnect(self) -> None:
         """Drop the group, after a restart of servers: the next ``publish`` makes a new one."""
+        self._drop_failed()  # first: until then a server that waits there answers no call
         self.close()
-        self._drop_failed()
 
     def close(self) -> None:
         """Leave the group, on both sides where they still answer. Idempotent."""

@@ -135,6 +135,7 @@ class StageLeaderPublisher(DistributedPublisher):
             kind = [isinstance(error, kind) for kind in _OF_LEADERS].index(True)
             with suppress(EngineError):
                 self._calls.make("failed", kind=kind, text=str(error))
+        self._drop_failed()  # before rank 0 has servers answer its next call
         for _ in weights:
             pass
 

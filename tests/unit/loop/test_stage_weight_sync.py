@@ -201,6 +201,20 @@ def test_what_ends_a_leaders_broadcast_is_raised_on_rank_0_and_all_go_on_in_new_
     assert [call[0] for call in ranks.servers.calls].count("join") == 2
 
 
+def test_a_broken_group_is_dropped_before_servers_are_asked_to_leave_a_leaders(ranks, monkeypatch):
+    """Until then a server that waits for its bucket answers no call."""
+    ranks.servers.fails["a"] = EngineError("refused")
+    with pytest.raises(EngineError, match="refused"):
+        publish_both(ranks, "a", "x")
+    destroy, calls = dist.destroy_process_group, ranks.servers.calls
+    monkeypatch.setattr(
+        dist, "destroy_process_group", lambda group: (calls.append(("drop",)), destroy(group))
+    )
+    ranks.rank_0.reconnect()
+    monkeypatch.undo()
+    assert [call[0] for call in calls[-2:]] == ["drop", "leave"]
+
+
 def test_a_fault_of_a_leaders_own_is_raised_on_rank_0(ranks, monkeypatch):
     with pytest.raises(ValueError, match="'half' came without 'other'"):
         publish_both(ranks, "ab", ["x", "half"])
