@@ -262,7 +262,8 @@ def short_pauses(monkeypatch):
 async def asked(server, kind, *, lies_counted):
     """Make a call of this kind; yields its result."""
     count = lambda: lies_counted.append(1)  # noqa: E731
-    settings = HTTPSettings(request_timeout_s=LATE_S, max_bad_answers=3, on_failed_try=count)
+    waits_s = LATE_S if server.lie == "late" or server.lies_left > 1 else 60.0
+    settings = HTTPSettings(request_timeout_s=waits_s, max_bad_answers=3, on_failed_try=count)
     async with contextlib.AsyncExitStack() as stack:
         if kind in CONTROL:
             addr = await stack.enter_async_context(Fake(server).running())
