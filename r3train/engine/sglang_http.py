@@ -256,7 +256,10 @@ class SGLangHTTP:
                 except EngineError as error:
                     if not self.members.changes or not self.members.is_new(server):
                         raise
-                    self.members.leave(server, str(error), "refused")
+                    is_lost = isinstance(error, EngineUnreachable)
+                    # one that hangs would hold up every update
+                    is_lost = is_lost and not isinstance(error, AnswerLate)
+                    self.members.leave(server, str(error), "lost" if is_lost else "refused")
                     raise ServerLeft(str(error)) from error
 
         tasks = [asyncio.ensure_future(one(server)) for server in asked]

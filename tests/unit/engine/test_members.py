@@ -9,7 +9,16 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from r3train.engine.backend import BadAnswer, EngineDied, EngineError, EngineUnreachable, Request
+from r3train.engine.backend import (
+    AnswerCutShort,
+    AnswerLate,
+    BadAnswer,
+    EngineDied,
+    EngineError,
+    EngineUnreachable,
+    Request,
+    ServerLeft,
+)
 from r3train.engine.client import SGLangClient
 from r3train.engine.members import Members
 from r3train.engine.sglang_http import SGLangHTTP
@@ -140,12 +149,24 @@ async def test_a_new_one_that_refuses_a_part_of_a_broadcast_leaves_and_the_broad
         assert client.members.present() == [0] and client.members.refused == {1}
         client.members.record(2)
         with pytest.raises(EngineError, match="too long"):  # one that took part before is named
-            await client.http.each(lambda server: refused(), [0])
+            await client.http.each(lambda server: failed(EngineError("too long")), [0])
         assert client.members.present() == [0]
 
 
-async def refused():
-    raise EngineError("too long")
+@pytest.mark.parametrize("error", [EngineUnreachable, AnswerCutShort, AnswerLate, BadAnswer])
+async def test_a_new_one_that_dies_in_its_first_update_is_lost_and_one_that_hangs_or_lies_is_refused(
+    error,
+):
+    """What is started again at its address may join; what hangs would hold up every update."""
+    async with client_of(Fake(), Fake(), versions=[1, None], changes=True) as client:
+        with pytest.raises(ServerLeft):
+            await client.http.each(lambda server: failed(error("no")), [1])
+        is_refused = error in (AnswerLate, BadAnswer)
+        assert client.members.refused == ({1} if is_refused else set())
+
+
+async def failed(error):
+    raise error
 
 
 async def test_the_request_of_a_lost_server_goes_on_elsewhere_with_its_tokens_and_the_newest_weights():
