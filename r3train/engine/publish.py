@@ -39,8 +39,8 @@ logger = logging.getLogger(__name__)
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _POLL_S = 0.0005
 ALIVE_EVERY_S = 0.5
-# SGLang's words where a peer of the group was lost
-_BROKEN = "Failed to receive weights"
+# SGLang's words where a peer of the group was lost, in a broadcast and before the first
+_BROKEN = ("Failed to receive weights", "Failed to initialize custom process group")
 
 
 class WeightUpdateError(RuntimeError):
@@ -473,7 +473,7 @@ def _raise(loaded: Future[None]) -> None:
     try:
         loaded.result()
     except EngineError as error:
-        if _BROKEN in str(error):
+        if any(words in str(error) for words in _BROKEN):
             raise WeightUpdateError(str(error)) from error
         raise
 

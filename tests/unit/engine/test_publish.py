@@ -20,9 +20,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from r3train.engine import publish
-from r3train.engine.backend import EngineDied
+from r3train.engine.backend import EngineDied, EngineError
 from r3train.engine.control import EngineControl
-from r3train.engine.publish import BroadcastGroup, DistributedPublisher, buckets, flatten
+from r3train.engine.publish import BroadcastGroup, DistributedPublisher, WeightUpdateError
+from r3train.engine.publish import buckets, flatten
 from r3train.engine.publish_disk import Comparison, DiskPublisher, compare_on_servers
 from r3train.engine.publish_memory import SharedMemoryPublisher
 from r3train.families.read_facts import read_hf_facts
@@ -207,6 +208,7 @@ class Engine:
     def __init__(self, refuse=False):
         self.calls = []
         self.refuse = refuse
+        self.join_error = RuntimeError("backend not there")
 
     def update_weights_from_disk(
         self, model_path, *, weight_version, flush_cache=True, server=None
@@ -224,7 +226,7 @@ class Engine:
     def init_weights_update_group(self, **arguments):
         self.calls.append(arguments)
         joined = Future()
-        joined.set_exception(RuntimeError("backend not there"))
+        joined.set_exception(self.join_error)
         return joined
 
     def check_alive(self):
@@ -496,6 +498,17 @@ def test_servers_are_told_the_given_address_and_the_store_listens_there_alone():
     for elsewhere in ("127.0.0.1", "127.0.0.3"):
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection((elsewhere, call["master_port"]), timeout=5)
+
+
+@pytest.mark.usefixtures("joins_end")
+def test_a_server_whose_peer_dies_while_the_group_is_made_breaks_the_update_and_not_the_run():
+    engine = Engine()
+    engine.join_error = EngineError(
+        "400: Failed to initialize custom process group: reset by peer."
+    )
+    publisher = DistributedPublisher(engine, bucket_bytes=8, group=BroadcastGroup(timeout_s=1))
+    with pytest.raises(WeightUpdateError):
+        publisher.connect()
 
 
 class DyingEngine:
