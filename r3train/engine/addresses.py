@@ -75,9 +75,17 @@ def address_for(peers: Sequence[str], named: str | None = None) -> str:
 
     peers: their hosts.  named: an address or a network interface that the user named; it wins.
     Without it the address is loopback if all peers are on loopback, else the address that a
-    connection to the first other peer would use.
+    connection to the first other peer would use.  Peers without a way to them count only if there is no other: raises
+    ValueError then.
     """
     if named is not None:
         return address_of_interface(named) or named
-    local = [local_address(peer) for peer in peers]
+    local = []
+    for peer in peers:
+        try:
+            local.append(local_address(peer))
+        except OSError as error:
+            failure = f"no server can be reached: {peer}: {error}"
+    if peers and not local:
+        raise ValueError(failure)
     return next((address for address in local if not is_loopback(address)), LOOPBACK)

@@ -30,6 +30,13 @@ def test_servers_are_told_the_address_on_the_way_to_them(ways, peers, asked, exp
     assert address_for(peers, asked) == expected
 
 
+def test_a_peer_whose_name_does_not_resolve_keeps_no_other_from_its_address():
+    assert address_for(["no.such.host.invalid", "127.0.0.1"]) == "127.0.0.1"
+    with pytest.raises(ValueError, match="no.such.host.invalid"):
+        address_for(["no.such.host.invalid"])
+    assert address_for(["no.such.host.invalid"], "10.0.0.2") == "10.0.0.2"
+
+
 def test_the_way_is_asked_of_the_system_and_nothing_is_sent():
     assert addresses.local_address("127.0.0.1") == "127.0.0.1"
     assert addresses.local_address("127.9.8.7").startswith("127.")
