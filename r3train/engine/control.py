@@ -212,6 +212,10 @@ class EngineControl:
 
         return self._run(errors())
 
+    def continue_generation(self, server: int) -> None:
+        """Let a server that joins compute: it may have left the run while that had paused it."""
+        self._run(self._http.ask_all("continue_generation", servers=[server]))
+
     def server_info(self, servers: Sequence[int] | None = None) -> dict[int, dict[str, Any]]:
         """Each server's arguments: tp_size, random_seed, enable_return_routed_experts, ..."""
         return self._objects("server_info", servers)

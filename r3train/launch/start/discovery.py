@@ -211,6 +211,7 @@ class Discovery:
         Raises ValueError for one that then holds others.
         """
         publisher, version = self.publisher(), None
+        self.control.continue_generation(server)
         if newest is not None:  # else all ranks send the weights, and the actor judges
             with self.lock if publisher.overwrites else nullcontext():
                 version = publisher.give(server)

@@ -29,6 +29,7 @@ class Server(Fake):
         self.label, self.holds = "default", "checkpoint"
         self.hangs, self.statuses = asyncio.Event(), {}
         self.hangs.set()
+        self.is_paused = False
 
     async def answer(self, request, _body):
         await self.hangs.wait()
@@ -36,6 +37,8 @@ class Server(Fake):
             return web.json_response({"message": "not now"}, status=status)
         if request.path == "/update_weights_from_disk":
             self.label, self.holds = "7", "right"
+        if request.path == "/continue_generation":
+            self.is_paused = False
         if request.path == "/weights_checker":
             return web.json_response({"ranks": [{"checksums": {"w": self.holds}}]})
         return web.json_response({"weight_version": self.label, "success": True})
@@ -193,6 +196,17 @@ async def test_one_that_dies_and_one_that_hangs_leave_and_come_back_under_new_nu
         fakes[1].statuses.clear()
         await until(lambda: len(it.members.holders(7)) == 3)
         assert set(it.members.present()) == {0, 3, 4}
+
+
+@pytest.mark.parametrize("gives", [True, False])
+async def test_one_that_hung_and_left_while_the_run_paused_it_computes_again_before_it_joins(
+    tmp_path, monkeypatch, gives
+):
+    async with fleet(tmp_path, monkeypatch, Server(), second := Server(), gives=gives) as it:
+        second.is_paused = True
+        it.name(0, 1)
+        await until(lambda: it.members.present() == [0, 1])
+        assert not second.is_paused
 
 
 async def test_silence_counts_from_the_last_sign_of_life(tmp_path, monkeypatch):
