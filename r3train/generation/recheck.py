@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 # samples of which each server's rounding is measured, and their tokens
 _NOISE_SAMPLES, _NOISE_TOKENS = 8, 64
+_LATEST = 8 * _NOISE_SAMPLES  # of 8 servers
 # at a weight update, and when a rollout is judged
 AWAITED_S = 5.0
 
@@ -114,12 +115,17 @@ class Rechecking:
         if server in self._measured:
             return
         self._measured.add(server)
+        # of those that have left the latest stay: samples of theirs may still be to be judged
+        present, latest = {server, *self._backend.servers()}, self._noise[-_LATEST:]
+        earlier = [pair for pair in self._noise[:-_LATEST] if pair[1].server in present]
+        self._noise = earlier + latest
+        self._measured &= present  # one that is out of use for a while is measured again
         numbers = range(_NOISE_SAMPLES)
         calls = [self._sampled_twice(version, server, number) for number in numbers]
         try:
             results = await asyncio.gather(*calls, return_exceptions=True)
         except asyncio.CancelledError:
-            self._measured.remove(server)
+            self._measured.discard(server)
             raise
         for done in results:
             if isinstance(done, (EngineError, ValueError)):

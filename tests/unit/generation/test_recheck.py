@@ -139,6 +139,19 @@ def test_a_server_that_joins_is_measured_before_it_first_computes_a_sample_again
     assert [again.server for _, again in noise] == [0] * 8 + [3] * 8
 
 
+def test_the_noise_of_servers_that_left_long_ago_is_dropped_and_that_of_one_that_stays_is_kept():
+    engine, rechecking = Engine(), Rechecking(rollout_section(), 1.0, Counts())
+
+    async def noise():
+        for joined in range(1, 40):
+            engine.servers = lambda: [0, joined]
+            await rechecking.open(engine, [prompt_for(0)], SamplingParams(64), 0)
+        return (await rechecking.rechecked_rollout([])).noise
+
+    servers = Counter(again.server for _, again in asyncio.run(noise()))
+    assert servers[0] == servers[39] == 8 and len(servers) < 12
+
+
 class BusyEngine(Engine):
     """Measures server 3 only after so many updates, which cancel what is under way."""
 
