@@ -431,7 +431,8 @@ class Canaries:
             records.append(
                 compare_servers(scores, earlier, start, router[server], self._suspicions)
             )
-        self._last = {**self._last, **now}
+        present = self.rank_zero.weights.present()
+        self._last = {s: scores for s, scores in self._last.items() if s in present} | now
         self._records.setdefault(version, []).extend(records)
         for old in [v for v in self._records if v < version - 1]:
             del self._records[old]
@@ -460,7 +461,7 @@ class Canaries:
 
     @property
     def last_scores(self) -> list[tuple[ServerScores, list[np.ndarray] | None]]:
-        """Rank 0: the last scores of every server and the actor.
+        """Rank 0: the last scores of every server that was there at the last judgement, and of the actor.
 
         With each come the log-probs of the actor's pass without replay, if there was one.
         """

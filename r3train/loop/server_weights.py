@@ -111,6 +111,10 @@ class ServerWeights:
         """The servers' hosts."""
         return [host_of(url) for url in self._members.urls]
 
+    def present(self) -> list[int]:
+        """The servers that are members now."""
+        return self._members.present()
+
     def compare(self, weights: NamedTensors, version: int) -> Comparison:
         """Hold every server's tensors against these; see ``compare_on_servers``."""
         # the publish must have dropped the caches

@@ -122,6 +122,7 @@ class Fleet:
         self.seconds = 0.0  # that servers take for all canaries
         self.decodes_with: float | None = None  # other weights than those of a prefill
         self.rounds = lambda: 0.0  # weights are so much off in a call
+        self.present = lambda: [0, 1]
 
     def canary_texts(self, count, longest):
         random = np.random.default_rng(0)
@@ -306,9 +307,19 @@ def test_a_server_that_was_out_of_use_is_held_against_what_it_said_before(run):
 
     run.fleet.read_canaries = of_server_0
     run.update(2)
+    assert len(run.canaries.last_scores) == 2
     run.fleet.read_canaries = every
     with pytest.raises(NotServed, match="MOVED: server 1, weight version 3: .* of version 1"):
         run.update(3, spoil=stale(1, 0.1))
+
+
+def test_of_a_server_that_has_left_no_scores_stay(run):
+    run.update(1)
+    every = run.fleet.read_canaries
+    run.fleet.present = lambda: [0]
+    run.fleet.read_canaries = lambda *args, **how: every(*args, **how, servers=[0])
+    run.update(2)
+    assert [scores.server for scores, _ in run.canaries.last_scores] == [0]
 
 
 @pytest.mark.parametrize("limit, tries", [(1.0, 1), (5.0, 5), (0.0, 0)])
