@@ -157,7 +157,7 @@ async def test_a_new_one_that_refuses_a_part_of_a_broadcast_leaves_and_the_broad
 async def test_a_new_one_that_dies_in_its_first_update_is_lost_and_one_that_hangs_or_lies_is_refused(
     error,
 ):
-    """What is started again at its address may join; what hangs would hold up every update."""
+    """One that is started again at its address may join; one that hangs would hold up every update."""
     async with client_of(Fake(), Fake(), versions=[1, None], changes=True) as client:
         with pytest.raises(ServerLeft):
             await client.http.each(lambda server: failed(error("no")), [1])
