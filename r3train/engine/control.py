@@ -447,7 +447,7 @@ class EngineControl:
             for server, answer in found.items()
         }
 
-    async def read_canary(
+    async def score_canary(
         self,
         token_ids: np.ndarray,
         key: str,

@@ -328,10 +328,10 @@ class Canaries:
         limit, seen, text = self.config.suspect_limit, Suspicions(), "unscored"
         for _ in range(math.ceil(limit) if self.ready else 0):
             keys = [f"{self._name}-{secrets.token_hex(4)}" for _ in self._texts]
-            read = self.rank_zero.weights.read_canaries(
+            wait_for_scores = self.rank_zero.weights.score_canaries(
                 self._texts, keys, version, halves=0, drawn=0, at_once=1, servers=[server, twin]
             )
-            scores, _ = read()
+            scores, _ = wait_for_scores()
             off = np.abs(_given(scores[server]) - _given(scores[twin]))
             mean, usual = bounded_mean(off, self._usual_apart), self._usual_apart
             found = seen.see("JOINS", server, mean, start=usual, least=self._noise.least_mean)
@@ -398,7 +398,7 @@ class Canaries:
         if not self.config.rollout.fresh_prefixes:
             name += f"-{version}"
         keys = [f"{name}-{i}" for i in range(len(texts))]
-        return self.rank_zero.weights.read_canaries(
+        return self.rank_zero.weights.score_canaries(
             texts, keys, version, halves=_HALVED, drawn=_DRAWN, at_once=at_once
         )
 

@@ -145,7 +145,7 @@ class ServerWeights:
         used = every if version is None else self._members.holders(version)
         return {server: every[server] for server in used if server in every}, layouts
 
-    def read_canaries(
+    def score_canaries(
         self,
         texts: Sequence[np.ndarray],
         keys: Sequence[str],
@@ -173,7 +173,7 @@ class ServerWeights:
 
             async def read(i: int) -> CanaryScores:
                 async with slots:
-                    scores = await self._control.read_canary(
+                    scores = await self._control.score_canary(
                         texts[i],
                         keys[i],
                         server=server,

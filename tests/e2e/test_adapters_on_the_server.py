@@ -158,6 +158,6 @@ def test_versions_are_served_side_by_side_and_each_is_the_merged_model(family, t
         assert cached_tokens(server.addr, text, adapter=adapter_name(2)) == 0
         assert cached_tokens(server.addr, text, adapter=adapter_name(2)) > 0
         with pytest.raises(AssertionError, match="names no adapter"):
-            engine.begin(engine.read_canary(text, "key", server=0, routes=None, halves=False))()
+            engine.begin(engine.score_canary(text, "key", server=0, routes=None, halves=False))()
         with pytest.raises(AssertionError, match="the base of a server of adapters is updated"):
             engine.update_weights_from_disk(str(model), weight_version=1)

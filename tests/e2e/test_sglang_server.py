@@ -149,7 +149,7 @@ def test_a_text_goes_on_as_a_greedy_request_does_and_reads_the_same_again(
 
     def scores(text, new_tokens):
         options = dict(server=0, routes=ROUTES, halves=True, new_tokens=new_tokens)
-        return engine.begin(engine.read_canary(text, f"key-{len(text)}", **options))()
+        return engine.begin(engine.score_canary(text, f"key-{len(text)}", **options))()
 
     drawn = scores(prompt.token_ids, 8)
     assert drawn.whole.sampled.tolist() == sample.token_ids[40:].tolist()

@@ -112,7 +112,7 @@ async def test_a_version_in_use_is_not_retired_and_a_retired_one_is_never_used_a
         lambda c: c.update_weights_from_distributed(weight_version=1).result(),
         lambda c: c.update_weight_version(1),
         lambda c: c.begin(
-            c.read_canary(REQUEST.token_ids, "key", server=0, routes=None, halves=False)
+            c.score_canary(REQUEST.token_ids, "key", server=0, routes=None, halves=False)
         )(),
     ],
 )

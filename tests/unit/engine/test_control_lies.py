@@ -51,13 +51,13 @@ CALLS = {
     ),
     "/model_info": (lambda _: {"weight_version": "3"}, ("model_info", "weight_versions")),
     "/weights_checker": (lambda _: CHECKSUMS, ("weight_checksums",)),
-    "/generate": (scored, ("read_canary",)),
+    "/generate": (scored, ("score_canary",)),
 }
 
 
 def ask(control, name):
     call = getattr(control, name)
-    if name != "read_canary":
+    if name != "score_canary":
         return call()
     text = np.array([5, 6, 7], dtype=np.int32)
     return control.begin(call(text, "key", server=0, routes=None, halves=False))()
@@ -89,7 +89,7 @@ async def test_the_truth_is_understood():
     assert answers["text_ends"] == {0: range(99, 100)}
     assert answers["weight_versions"] == {0: "3"}
     assert answers["weight_checksums"] == {0: {"rank 0 w": "abc", "rank 1 w": "def"}}
-    assert answers["read_canary"].whole.log_probs.tolist() == [0, -0.5, -1.5]
+    assert answers["score_canary"].whole.log_probs.tolist() == [0, -0.5, -1.5]
 
 
 @pytest.mark.parametrize("path", CALLS)
@@ -125,7 +125,12 @@ async def test_nonsense_in_any_place_is_understood_or_an_error_that_names_the_se
         ),
         ("weight_checksums", ("ranks", 1), {}, r"ranks\[1\] is {}, .* field `checksums`"),
         ("server_info", (), [], r"/server_info answered: the answer is \[\], expected `object`"),
-        ("read_canary", ("meta_info", "id"), "s.", "is to the request 's.', expected 'r3train-pro"),
+        (
+            "score_canary",
+            ("meta_info", "id"),
+            "s.",
+            "is to the request 's.', expected 'r3train-pro",
+        ),
     ],
 )
 async def test_the_field_is_named(name, spot, lie, words):
@@ -138,7 +143,7 @@ async def test_the_field_is_named(name, spot, lie, words):
 async def test_only_the_whole_reading_of_a_canary_draws_tokens():
     async with told([]) as (control, _):
         text, halves = np.array([5, 6, 7], dtype=np.int32), {"halves": True, "routes": None}
-        reading = control.read_canary(text, "key", server=0, new_tokens=2, **halves)
+        reading = control.score_canary(text, "key", server=0, new_tokens=2, **halves)
         scores = await asyncio.to_thread(control.begin(reading))
     assert scores.whole.log_probs.tolist() == [0, -0.5, -1.5, -0.25, -0.25]
     assert scores.whole.sampled.tolist() == [8, 8] and scores.whole.rows.shape == (4, 0, 0)

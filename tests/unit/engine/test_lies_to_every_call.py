@@ -162,7 +162,7 @@ class Server:
 
 
 def canary(control):
-    reading = control.read_canary(TEXT, "key", server=0, routes=SHAPE, halves=True)
+    reading = control.score_canary(TEXT, "key", server=0, routes=SHAPE, halves=True)
     return control.begin(reading)()
 
 

@@ -128,7 +128,7 @@ class Fleet:
         random = np.random.default_rng(0)
         return [random.integers(0, 256, longest).astype(np.int32) for _ in range(count)]
 
-    def read_canaries(self, texts, keys, version, *, halves, drawn, at_once, servers=(0, 1)):
+    def score_canaries(self, texts, keys, version, *, halves, drawn, at_once, servers=(0, 1)):
         self.asked.append((version, len(texts), at_once, keys[0], halves))
         assert len(set(keys)) == len(texts)
         places = [(*of, i < halves) for i, of in enumerate(zip(texts, keys))]
@@ -299,25 +299,25 @@ def test_a_restarted_server_may_round_otherwise(run):
 
 def test_a_server_that_was_out_of_use_is_held_against_what_it_said_before(run):
     run.update(1)
-    every = run.fleet.read_canaries
+    every = run.fleet.score_canaries
 
     def of_server_0(*args, **how):
         scores, seconds = every(*args, **how)()
         return lambda: ({0: scores[0]}, seconds)
 
-    run.fleet.read_canaries = of_server_0
+    run.fleet.score_canaries = of_server_0
     run.update(2)
     assert len(run.canaries.last_scores) == 2
-    run.fleet.read_canaries = every
+    run.fleet.score_canaries = every
     with pytest.raises(NotServed, match="MOVED: server 1, weight version 3: .* of version 1"):
         run.update(3, spoil=stale(1, 0.1))
 
 
 def test_of_a_server_that_has_left_no_scores_stay(run):
     run.update(1)
-    every = run.fleet.read_canaries
+    every = run.fleet.score_canaries
     run.fleet.present = lambda: [0]
-    run.fleet.read_canaries = lambda *args, **how: every(*args, **how, servers=[0])
+    run.fleet.score_canaries = lambda *args, **how: every(*args, **how, servers=[0])
     run.update(2)
     assert [scores.server for scores, _ in run.canaries.last_scores] == [0]
 
