@@ -75,8 +75,8 @@ def address_for(peers: Sequence[str], named: str | None = None) -> str:
 
     peers: their hosts.  named: an address or a network interface that the user named; it wins.
     Without it the address is loopback if all peers are on loopback, else the address that a
-    connection to the first other peer would use.  Peers without a way to them count only if there is no other: raises
-    ValueError then.
+    connection to the first other peer would use.  Peers that cannot be reached are left out; raises ValueError if
+    none can.
     """
     if named is not None:
         return address_of_interface(named) or named

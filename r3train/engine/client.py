@@ -221,7 +221,8 @@ class SGLangClient:
                     self.moved_tokens += request.num_generated
 
     async def _drawn(self, request: Request, tried: list[int]) -> Segment:
-        if self.members.changes and self.adapters is None:  # else new servers get its version too
+        # with adapters new servers get those of older versions too
+        if self.members.changes and self.adapters is None:
             request = await self._for_newest(request)
         answer, sent = await self._ask(self._body(request), request, tried)
         read = partial(

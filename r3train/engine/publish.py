@@ -455,12 +455,12 @@ class DistributedPublisher(WeightPublisher):
     def _drop_failed(self) -> None:
         """Close the connections of a group that has failed: a server that lives waits at them for the bucket.
 
-        gloo ends a broadcast to a server that hangs at its timeout, so that this takes a thread.
+        Where a server hangs, gloo closes them at its timeout: a thread waits for that.
         """
         if self._failed is None:
             return
         (group, error), self._failed = self._failed, None
-        # gloo has no other way: they close with the last reference, and the error's frames hold the broadcast
+        # neither destroy nor abort closes gloo's: the last reference does, and the error's frames hold one
         traceback.clear_frames(error.__traceback__)
         dist.destroy_process_group(group)
         last = [group]

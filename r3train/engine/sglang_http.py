@@ -256,9 +256,9 @@ class SGLangHTTP:
                 except EngineError as error:
                     if not self.members.changes or not self.members.is_new(server):
                         raise
-                    is_lost = isinstance(error, EngineUnreachable)
-                    # one that hangs would hold up every update
-                    is_lost = is_lost and not isinstance(error, AnswerLate)
+                    # one that hangs would hold up every update: refused
+                    hangs = isinstance(error, AnswerLate)
+                    is_lost = isinstance(error, EngineUnreachable) and not hangs
                     self.members.leave(server, str(error), "lost" if is_lost else "refused")
                     raise ServerLeft(str(error)) from error
 

@@ -294,9 +294,8 @@ class WeightUpdate:
         if changes and self._source is not None and not generating_failed:
             # requests that wait for a server take the newest weights, maybe before the next try has ended
             self._source.set_version(update.version)
-            if (
-                self.rank_zero.servers.is_deserted
-            ):  # ``revive`` or the next update brings them to the next servers
+            # ``revive`` or the next update brings them to the next servers
+            if self.rank_zero.servers.is_deserted:
                 self._rests = True
                 return None
         if generating_failed and not isinstance(error, self.recovery.caught):

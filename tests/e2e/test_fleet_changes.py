@@ -154,8 +154,8 @@ def test_a_server_that_dies_in_a_broadcast_leaves_and_the_update_is_made_again(
         until(lambda: [what for _, what in changes(run)].count("joined") == 2)
         at = steps_done(run) + 2
         until(lambda: steps_done(run) >= at)
-        buckets = b.log.read_text().count("POST /begin_weight_update")
-        while b.log.read_text().count("POST /begin_weight_update") == buckets:
+        updates = b.log.read_text().count("POST /begin_weight_update")
+        while b.log.read_text().count("POST /begin_weight_update") == updates:
             assert process.poll() is None, output(run)
         b.send(signal.SIGKILL)
         until(lambda: "lost" in [what for _, what in changes(run)])

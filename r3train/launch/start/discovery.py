@@ -41,8 +41,8 @@ class Discovery:
     """Lets servers join and leave.
 
     source: the file or directory of their addresses.  examine: raises EngineError or ValueError for a server, by its number,
-    that does not go with the run.  score: of a server, another and the version that both hold: says how far apart they
-    compute, or raises ValueError.  publisher: makes the run's, once a server is known.  is_busy: whether a server has
+    that does not go with the run.  score: given a server, another one and the version of both, says how far apart their
+    scores are, or raises ValueError.  publisher: makes the run's, once a server is known.  is_busy: whether a server has
     requests.  note: says a line.
     """
 
