@@ -53,6 +53,10 @@ class EngineBusy(EngineError):
         self.retry_after_s = retry_after_s
 
 
+class GroupBroken(EngineError):
+    """A server's part of a broadcast failed because another one of its group was lost, or its own connections."""
+
+
 class BadAnswer(EngineError, ValueError):
     """An answer that contradicts itself or the request, ended early or never came."""
 

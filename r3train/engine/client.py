@@ -192,7 +192,7 @@ class SGLangClient:
                 return present
             weight_version = 0
         deadline = time.monotonic() + self.settings.request_timeout_s
-        while not (holders := self.members.holders(weight_version)):
+        while not (holders := self.members.askable(weight_version)):
             if time.monotonic() > deadline and not self.members.changes:
                 versions = dict(zip(self.http.urls, self.members.all(), strict=True))
                 raise EngineUnreachable(

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from functools import partial
+from itertools import starmap
 from typing import Annotated, Any, TypeVar
 
 import numpy as np
@@ -194,10 +195,12 @@ class EngineControl:
         self.members.record(None)
         self._held_memory, self._confirmed = MEMORY, None
 
-    def look_for_life(self, path: str, timeout_s: float) -> dict[int, EngineError | None]:
-        """Ask all servers for a path; returns the error of each, None of one that answers."""
+    def look_for_life(
+        self, paths: Mapping[int, str], timeout_s: float
+    ) -> dict[int, EngineError | None]:
+        """Ask each server for its path; returns the error of each, None of one that answers."""
 
-        async def error_of(server: int) -> EngineError | None:
+        async def error_of(server: int, path: str) -> EngineError | None:
             how = {"method": "GET", "what": path[1:], "timeout_s": timeout_s}
             try:
                 async with self._http.while_present(server):
@@ -207,8 +210,7 @@ class EngineControl:
             return None
 
         async def errors() -> dict[int, EngineError | None]:
-            present = self.present()
-            return dict(zip(present, await asyncio.gather(*map(error_of, present))))
+            return dict(zip(paths, await asyncio.gather(*starmap(error_of, paths.items()))))
 
         return self._run(errors())
 

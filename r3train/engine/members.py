@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from r3train.engine.addresses import base_url
@@ -61,6 +62,8 @@ class Members:
         self.leaving: set[int] = set()  # those of them that get no new request
         self._gone: set[int] = set()
         self.refused: set[int] = set()  # those of them that did not hold what they should
+        self._requests_wait = False
+        self._excused: set[str] = set()  # addresses
         self._newest = max((v for v in self._versions if v is not None), default=None)
         self.changes = changes
         self._on_change = on_change
@@ -85,6 +88,13 @@ class Members:
     def is_gone(self, server: int | None) -> bool:
         """True once a member has left."""
         return server in self._gone
+
+    def excuse(self, server: int) -> bool:
+        """True once for each address: its server may not be at fault for what has failed."""
+        with self._lock:
+            is_first = self.urls[server] not in self._excused
+            self._excused.add(self.urls[server])
+            return is_first
 
     def number(self, addr: str) -> int:
         """Number a server that may join; raises ValueError for an address without a port."""
@@ -114,16 +124,18 @@ class Members:
         self._tell(server, "leaving", self._versions[server], why)
 
     def leave(self, server: int, why: str, what: str = "lost") -> None:
-        """Take a server out for good, unless it has gone."""
+        """Take a server out for good, unless it has gone; one that was to join does not, and its calls end."""
         with self._lock:
-            if server not in self._present:
+            if server in self._gone:
                 return
-            self._present.remove(server)
+            was_present = server in self._present
+            self._present.discard(server)
             self._gone.add(server)
             if what == "refused":
                 self.refused.add(server)
             version, self._versions[server] = self._versions[server], None
-        self._tell(server, what, version, why)
+        if was_present:
+            self._tell(server, what, version, why)
         for told in list(self.on_leave):
             told(server)
 
@@ -148,6 +160,19 @@ class Members:
                 for i in sorted(self._present - self.leaving)
                 if (v := self._versions[i]) is not None and v >= version
             ]
+
+    def askable(self, version: int) -> list[int]:
+        """The holders of ``version``, none in ``requests_wait``."""
+        return [] if self._requests_wait else self.holders(version)
+
+    @contextmanager
+    def requests_wait(self) -> Iterator[None]:
+        """A block in which no request is sent: what servers hold is judged first."""
+        self._requests_wait = True
+        try:
+            yield
+        finally:
+            self._requests_wait = False
 
     def ready(self) -> list[int]:
         """Servers that may be asked: they hold some weights of the run, whichever."""

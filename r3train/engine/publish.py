@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from r3train.engine.addresses import host_of, is_loopback
-from r3train.engine.backend import EngineError
+from r3train.engine.backend import EngineError, GroupBroken
 from r3train.engine.control import EngineControl
 from r3train.hf_checkpoint import NamedTensors, TensorKind, check_name, kind_of
 
@@ -39,8 +39,6 @@ logger = logging.getLogger(__name__)
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _POLL_S = 0.0005
 ALIVE_EVERY_S = 0.5
-# SGLang's words where a peer of the group was lost, in a broadcast and before the first
-_BROKEN = ("Failed to receive weights", "Failed to initialize custom process group")
 
 
 class WeightUpdateError(RuntimeError):
@@ -472,10 +470,8 @@ def _raise(loaded: Future[None]) -> None:
     """Raise what the servers' side of a broadcast raised: WeightUpdateError where another one broke it."""
     try:
         loaded.result()
-    except EngineError as error:
-        if any(words in str(error) for words in _BROKEN):
-            raise WeightUpdateError(str(error)) from error
-        raise
+    except GroupBroken as error:
+        raise WeightUpdateError(str(error)) from error
 
 
 def in_a_thread(work: Callable[[], Any]) -> Future[Any]:

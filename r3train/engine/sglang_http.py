@@ -27,6 +27,7 @@ from r3train.engine.backend import (
     EngineBusy,
     EngineError,
     EngineUnreachable,
+    GroupBroken,
     ServerLeft,
 )
 from r3train.engine.key import ENGINE_KEY_VARIABLE
@@ -65,6 +66,8 @@ _BASE_UPDATES = (
     "update_weights_from_tensor",
     "update_weight_version",
 )
+# SGLang's words where a part of a broadcast's group was lost, in a broadcast and before the first
+_BROKEN = ("Failed to receive weights", "Failed to initialize custom process group")
 # names of the long strings of an answer
 _PAYLOADS = ("routed_experts", "indexer_topk")
 
@@ -256,9 +259,11 @@ class SGLangHTTP:
                 except EngineError as error:
                     if not self.members.changes or not self.members.is_new(server):
                         raise
-                    # one that hangs would hold up every update: refused
+                    # one that hangs, or breaks the group again, would hold up every update: refused
                     hangs = isinstance(error, AnswerLate)
                     is_lost = isinstance(error, EngineUnreachable) and not hangs
+                    if isinstance(error, GroupBroken):  # maybe another one has broken it
+                        is_lost = self.members.excuse(server)
                     self.members.leave(server, str(error), "lost" if is_lost else "refused")
                     raise ServerLeft(str(error)) from error
 
@@ -357,7 +362,7 @@ class SGLangHTTP:
             text = f"{what}: {url} answered {status}: {_message(answer)}{hint}"
             if status in BUSY:
                 raise EngineBusy(text, _retry_after_s(headers.get("Retry-After", "")))
-            raise EngineError(text)
+            raise (GroupBroken if any(words in text for words in _BROKEN) else EngineError)(text)
         return answer
 
     async def in_reader(self, read: Callable[..., T], *arguments: Any) -> T:

@@ -29,6 +29,9 @@ class Servers(Protocol):
     def unchanged(self) -> AbstractContextManager[None]:
         """A block in which no server joins."""
 
+    def requests_wait(self) -> AbstractContextManager[None]:
+        """A block in which no request is sent to servers whose weights change."""
+
     def drop(self, server: int, why: str) -> None:
         """Let a server leave that does not hold what it should."""
 

@@ -193,8 +193,9 @@ class WeightUpdate:
             with quietly:
                 if failure is not None:
                     raise failure
-                self._send(update)
-                self._verify(update)
+                with self.rank_zero.servers.requests_wait():
+                    self._send(update)
+                    self._verify(update)
                 if self._source is not None:
                     self._source.set_version(weight_version)
             if self._rests:

@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 EVERY_S = 1.0
 AGAIN_S = 5.0
 _SAID_EVERY_S = 30.0
+_SILENT = "it gave no sign of life while it was to join"
 _AFTER_AN_UPDATE = "it gets its first request after an update"
 
 
@@ -64,17 +65,23 @@ class Discovery:
         self._not_before: dict[str, float] = {}  # when one is tried again
         self._banned: set[str] = set()  # until their names were away
         self._tried: set[str] = set()  # in a thread each
+        self._first = ""  # the one of them that was tried where nobody was there
         self._said: dict[str, str] = {}  # why a server was refused
         self._alive: dict[int, float] = {}  # the last sign of life
         self._deserted_since = self._next_line = 0.0
         self._unreadable = ""
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="discovery", daemon=True)
+        # a server that hangs delays other signs of life, and nobody who joins
+        self._threads = [
+            threading.Thread(target=self._watch, args=(look,), name="discovery", daemon=True)
+            for look in (self._look, self.let_lost_leave)
+        ]
 
     def start(self) -> None:
         """Begin, and wait until a server has joined; raises EngineError after ``wait_s``."""
         self._deserted_since = time.monotonic()
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
         while not self.members.present():
             self.check()
             time.sleep(0.1)
@@ -88,10 +95,10 @@ class Discovery:
                 f" {len(self._named)}"
             )
 
-    def _watch(self) -> None:
+    def _watch(self, look: Callable[[], None]) -> None:
         while not self._closed.is_set():
             try:
-                self._look()
+                look()
             except EngineError as error:
                 logger.info("%s", error)  # a server left meanwhile
             except Exception:  # noqa: BLE001 - the run goes on with the servers that it has
@@ -102,7 +109,6 @@ class Discovery:
         named = self._read()
         if named is not None:
             self._take_back(named)
-        self.let_lost_leave()
         # those that were never tried first: where nobody is there, one that does not answer would hold them up
         for url in sorted(
             (named or set()) - self._banned - self._tried,
@@ -111,9 +117,11 @@ class Discovery:
             server = self._numbers.get(url)
             was_member = server in self.members.present() or self.members.is_gone(server)
             # the first alone: the others are compared with it
-            waits = self._tried and not self.members.present()
+            is_first = not self.members.present()
+            waits = is_first and self._first in self._tried
             waits = waits or time.monotonic() < self._not_before.get(url, 0.0)
             if not (was_member or waits):
+                self._first = url if is_first else self._first
                 self._tried.add(url)
                 threading.Thread(target=self._admit, args=(url,), daemon=True).start()
         self._say_if_deserted()
@@ -157,21 +165,22 @@ class Discovery:
                     self.members.leave(server, "its calls have ended", "left")
 
     def let_lost_leave(self) -> None:
-        """Let servers leave that give no sign of life."""
+        """Let servers leave that give no sign of life, and end the tries of those that were to join."""
         # SGLang answers /health by a token of its own, which waits while weights are loaded
         loads, now = not self.members.ready(), time.monotonic()
-        errors = self.control.look_for_life(
-            "/model_info" if loads else "/health", self.health_timeout_s
-        )
+        present = self.members.present()
+        numbers = map(self._numbers.get, self._tried.copy())
+        paths = {server: "/model_info" for server in numbers if server is not None}
+        paths |= dict.fromkeys(present, "/model_info" if loads else "/health")
+        errors = self.control.look_for_life(paths, self.health_timeout_s)
         if not loads and not self.members.ready():
             return  # an update has begun
         for server, error in errors.items():
             if error is None:
                 self._alive[server] = time.monotonic()
             elif (
-                type(error) is EngineUnreachable
-                or time.monotonic() - self._alive.setdefault(server, now) > self.health_timeout_s
-            ):
+                type(error) is EngineUnreachable and server in present
+            ) or time.monotonic() - self._alive.setdefault(server, now) > self.health_timeout_s:
                 self.members.leave(server, f"no sign of life: {error}")
 
     def _try(self, url: str) -> None:
@@ -187,6 +196,8 @@ class Discovery:
             with self.lock:
                 if url not in self._named:
                     raise ServerLeft(f"{self.source} does not name it any more")
+                if self.members.is_gone(server):
+                    raise ServerLeft(_SILENT)
                 if self._held() != newest:
                     version, why = None, _AFTER_AN_UPDATE
                 self.members.join(server, version, f"{why}, {time.monotonic() - began:.2f} s")
@@ -196,9 +207,10 @@ class Discovery:
             was_updated = newest is None or self._held() != newest
             if not was_updated and not isinstance(error, (EngineBusy, EngineUnreachable)):
                 self._banned.add(url)
-            if self._said.get(url) != str(error):
-                self._said[url] = str(error)
-                self.members.refuse(server, str(error))
+            text = _SILENT if self.members.is_gone(server) else str(error)
+            if self._said.get(url) != text:
+                self._said[url] = text
+                self.members.refuse(server, text)
 
     def _held(self) -> int | None:
         """The newest version, if a server holds it: not in an update, nor after one that failed."""
@@ -244,7 +256,8 @@ class Discovery:
             )
 
     def close(self) -> None:
-        """End the thread. Idempotent."""
+        """End the threads. Idempotent."""
         self._closed.set()
-        if self._thread.is_alive():
-            self._thread.join(timeout=10)
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join(timeout=10)

@@ -6,7 +6,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
@@ -224,7 +224,8 @@ class RunServers:
             # requests wait for a server, and nobody can join
             if self._updating and self.is_deserted:
                 raise EngineUnreachable("there is no server")
-            if self.members.present() and not self.members.ready():
+            # those that are leaving get no weights for requests any more
+            if set(self.members.present()) - self.members.leaving and not self.members.ready():
                 raise EngineUnreachable("servers have joined, and none holds the newest weights")
 
     def restart(self, cause: str) -> None:
@@ -274,6 +275,10 @@ class RunServers:
                 self._failed_updates = 0
             finally:
                 self._updating = False
+
+    def requests_wait(self) -> AbstractContextManager[None]:
+        """A block in which no request is sent to servers, but for those of adapters, which keep older ones."""
+        return self.members.requests_wait() if self.adapters is None else nullcontext()
 
     @property
     def is_deserted(self) -> bool:

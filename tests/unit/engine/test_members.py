@@ -16,6 +16,7 @@ from r3train.engine.backend import (
     EngineDied,
     EngineError,
     EngineUnreachable,
+    GroupBroken,
     Request,
     ServerLeft,
 )
@@ -163,6 +164,18 @@ async def test_a_new_one_that_dies_in_its_first_update_is_lost_and_one_that_hang
             await client.http.each(lambda server: failed(error("no")), [1])
         is_refused = error in (AnswerLate, BadAnswer)
         assert client.members.refused == ({1} if is_refused else set())
+
+
+async def test_a_new_one_whose_first_broadcast_is_broken_may_join_again_once():
+    """A sound one answers so where another one of its group has died; one whose connections fail does so each time."""
+    async with client_of(Fake(), Fake(), versions=[1, None], changes=True) as client:
+        members, server = client.members, 1
+        for refused in (set(), {2}):
+            with pytest.raises(ServerLeft):
+                await client.http.each(lambda server: failed(GroupBroken("reset")), [server])
+            assert members.refused == refused and members.present() == [0]
+            server = members.number(members.urls[1])
+            members.join(server, None, "")
 
 
 async def failed(error):

@@ -20,7 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from r3train.engine import publish
-from r3train.engine.backend import EngineDied, EngineError
+from r3train.engine.backend import EngineDied, EngineError, GroupBroken
 from r3train.engine.control import EngineControl
 from r3train.engine.publish import BroadcastGroup, DistributedPublisher, WeightUpdateError
 from r3train.engine.publish import buckets, flatten
@@ -503,9 +503,7 @@ def test_servers_are_told_the_given_address_and_the_store_listens_there_alone():
 @pytest.mark.usefixtures("joins_end")
 def test_a_server_whose_peer_dies_while_the_group_is_made_breaks_the_update_and_not_the_run():
     engine = Engine()
-    engine.join_error = EngineError(
-        "400: Failed to initialize custom process group: reset by peer."
-    )
+    engine.join_error = GroupBroken("reset by peer")
     publisher = DistributedPublisher(engine, bucket_bytes=8, group=BroadcastGroup(timeout_s=1))
     with pytest.raises(WeightUpdateError):
         publisher.connect()

@@ -231,6 +231,33 @@ async def test_where_nobody_is_there_two_that_do_not_answer_hold_no_third_up(tmp
         await until(lambda: len(it.members.present()) == 1)
 
 
+async def test_one_that_hangs_while_it_joins_holds_nobody_up_where_the_last_one_has_left(
+    tmp_path, monkeypatch
+):
+    _, second, _ = fakes = Server(), Server(), Server()
+    async with fleet(tmp_path, monkeypatch, *fakes) as it:
+        second.hangs.clear()
+        it.name(0, 1)
+        await until(lambda: second.paths)
+        it.members.leave(0, "it died")
+        it.name(1, 2)
+        await until(lambda: it.members.present() == [2])
+        assert (1, "refused") not in whats(it)
+        second.hangs.set()
+
+
+async def test_one_that_hangs_while_it_joins_is_given_up_and_tried_again_under_another_number(
+    tmp_path, monkeypatch
+):
+    async with fleet(tmp_path, monkeypatch, Server(), second := Server(), timeout_s=0.5) as it:
+        second.hangs.clear()
+        it.name(0, 1)
+        await until(lambda: (1, "refused") in whats(it))
+        second.hangs.set()
+        await until(lambda: len(it.members.holders(7)) == 2)
+        assert 1 not in it.members.present()
+
+
 async def test_while_weights_are_loaded_a_server_is_asked_for_no_token(tmp_path, monkeypatch):
     async with fleet(tmp_path, monkeypatch, first := Server()) as it:
         it.members.record(None)

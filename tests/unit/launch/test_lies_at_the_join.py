@@ -254,6 +254,19 @@ async def test_the_first_one_is_held_against_the_checkpoint(tiny, tmp_path, monk
         assert run.whats() == [(0, "refused"), (0, "joined")]
 
 
+async def test_a_server_that_is_leaving_is_no_reason_for_an_update_and_one_that_joins_is(
+    tiny, tmp_path, monkeypatch
+):
+    async with run_with(Server(tiny / "model"), tiny, tmp_path, monkeypatch) as run:
+        run.servers.client = SimpleNamespace(is_busy=lambda server: True)
+        run.members.take_back(0, "its host is wanted")
+        run.servers.check_served()
+        run.name(run.addr)
+        await until(lambda: run.members.present() == [0, 1])
+        with pytest.raises(EngineUnreachable):
+            run.servers.check_served()
+
+
 @pytest.mark.parametrize("is_lost", [True, False])
 async def test_updates_that_fail_end_the_run_where_no_server_was_lost_in_them(
     is_lost, tiny, tmp_path, monkeypatch
