@@ -210,14 +210,29 @@ class AsyncLoop:
     def _start(self, rollout_id: int) -> None:
         """Bring the servers to the weights that the run starts from, and begin to generate."""
         if self._checksums is not None:
-            self._checksums.begin(rollout_id)
+            self._ask_servers(rollout_id, self._checksums.begin)
         if rollout_id or self.config.servers_may_hold_other_weights:
             self._update.publish(rollout_id)
         if self._canaries is not None:
-            self._canaries.begin(rollout_id, self._generate)
-        else:
-            self._generate()
+            self._ask_servers(rollout_id, self._canaries.ask_first)
+        self._generate()
+        if self._canaries is not None:
+            self._canaries.begin(rollout_id)
         self._begin_evaluation(rollout_id, at_start=True)
+
+    def _ask_servers(self, version: int, ask: Callable[[int], None]) -> None:
+        """Let rank 0 ask the servers, again with others where all were lost meanwhile; a collective."""
+        while True:
+            failure = None
+            with rank_zero_alone():
+                if self.rank_zero is not None:
+                    try:
+                        ask(version)
+                    except self._recovery.caught as error:
+                        failure = error
+            if not self._recovery.rank_zero_failed(failure):
+                return
+            self._update.revive(version, failure)
 
     def _generate(self) -> None:
         if self.rank_zero is not None:

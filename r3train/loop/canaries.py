@@ -151,31 +151,29 @@ class Canaries:
 
     # -- the start ---------------------------------------------------------------------------
 
-    def begin(self, version: int, generate: Callable[[], None] = lambda: None) -> None:
-        """Make the texts and measure the noise, while servers and actor hold the weights that this start begins with.
+    def ask_first(self, version: int) -> None:
+        """Rank 0: make the texts, and have the servers score them, which hold the weights of this start.
 
-        generate: called once the servers have scored, which are free then.
+        Raises EngineUnreachable where none has scored all.
         """
-        with rank_zero_alone():
-            if self.rank_zero is not None:
-                if any(len(text) > self._longest for text in self._texts):
-                    self._texts, self._first = [], {}  # the settings leave them no room now
-                texts = list(self._texts)
-                more = max(_NOISE_TEXTS, self._count) - len(texts)
-                if more > 0:
-                    texts += self.rank_zero.rollouts.canary_texts(more, self._longest)
-                repetitions = []
-                for i, at_once in enumerate(_BATCHES):
-                    scores, _ = self._ask(texts, version, at_once=at_once, repetition=i)()
-                    repetitions.append(scores)
-                stayed = set(repetitions[0]).intersection(*repetitions)
-                if not stayed:
-                    raise EngineUnreachable(
-                        "no server has stayed while the first canaries were scored"
-                    )
-                repetitions = [{s: scores[s] for s in sorted(stayed)} for scores in repetitions]
-                self._begun = texts, repetitions
-        generate()
+        if any(len(text) > self._longest for text in self._texts):
+            self._texts, self._first = [], {}  # the settings leave them no room now
+        texts = list(self._texts)
+        more = max(_NOISE_TEXTS, self._count) - len(texts)
+        if more > 0:
+            texts += self.rank_zero.rollouts.canary_texts(more, self._longest)
+        repetitions = []
+        for i, at_once in enumerate(_BATCHES):
+            scores, _ = self._ask(texts, version, at_once=at_once, repetition=i)()
+            repetitions.append(scores)
+        stayed = set(repetitions[0]).intersection(*repetitions)
+        if not stayed:
+            raise EngineUnreachable("no server has stayed while the first canaries were scored")
+        repetitions = [{s: scores[s] for s in sorted(stayed)} for scores in repetitions]
+        self._begun = texts, repetitions
+
+    def begin(self, version: int) -> None:
+        """Measure the noise of what ``ask_first`` has brought, while the actor holds the same weights; a collective."""
         if not self.config.rollout.colocate:  # else in the actor's first turn
             self._measure(version)
 

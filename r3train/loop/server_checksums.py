@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from r3train.config import RunConfig
-from r3train.engine.backend import EngineError
+from r3train.engine.backend import EngineError, EngineUnreachable
 from r3train.engine.publish_disk import Comparison
 from r3train.hf_checkpoint import NamedTensors
 from r3train.loop.canaries import NotServed
@@ -89,12 +89,12 @@ class ServerChecksums:
         """Rank 0: read what the servers of this run were started with, before anything is sent.
 
         External ones may hold anything, even weights that this run will send.  Raises NotServed where one server holds
-        other tensors than another.
+        other tensors than another, and EngineUnreachable where none answers.
         """
-        if self.rank_zero is None:
-            return
         try:
             held = self.rank_zero.weights.checksums(None)
+        except EngineUnreachable:
+            raise
         except EngineError as error:
             logger.warning("servers do not say the checksums of their weights: %s", error)
             return

@@ -97,6 +97,7 @@ class Rig:
         if not run.canaries.ready:
             run.checksums.begin(self.version)
             run.publish(self.version)
+            run.canaries.ask_first(self.version)
             run.canaries.begin(self.version)
             self.begun[servers] = self.weights()
         self.step(lr)

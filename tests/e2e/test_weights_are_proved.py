@@ -58,6 +58,7 @@ class Run:
         canaries = self.runs[kind].canaries
         if not canaries.ready:
             self.publish(kind, moved=0.0)
+            canaries.ask_first(self.version)
             canaries.begin(self.version)
         return canaries
 

@@ -185,6 +185,10 @@ class Run:
             resumed=resumed,
         )
 
+    def begin(self, version):
+        self.canaries.ask_first(version)
+        self.canaries.begin(version)
+
     def update(self, version, weights=None, spoil=lambda fleet: None, flush=True):
         self.actor.weights = version * 0.1 if weights is None else weights
         self.fleet.update(self.actor.weights, flush)
@@ -202,7 +206,7 @@ class Run:
 def run(tmp_path, one_rank):
     run = Run(tmp_path)
     assert not run.canaries.ready
-    run.canaries.begin(0)
+    run.begin(0)
     return run
 
 
@@ -276,7 +280,7 @@ def test_without_replay_log_probs_alone_are_judged_and_nothing_is_written(
     test, how, tmp_path, one_rank
 ):
     run = Run(tmp_path, **UNREPLAYED)
-    run.canaries.begin(0)
+    run.begin(0)
     assert "experts" not in run.notes[0] and "of the vocabulary" in run.notes[0]
     metrics = run.update(1)
     assert metrics["served/passed"] and metrics["served/router_left"] == 0
@@ -329,7 +333,7 @@ def test_a_server_that_joins_is_refused_where_it_scores_otherwise_than_one_with_
     run = Run(tmp_path, r3_suspect_limit=limit)
     run.canaries.score_joiner(1, 0, 0)
     assert not run.fleet.asked, "no noise is known"
-    run.canaries.begin(0)
+    run.begin(0)
     run.fleet.asked.clear()
     run.canaries.score_joiner(1, 0, 0)
     assert len(run.fleet.asked) == min(tries, 1)
@@ -344,7 +348,7 @@ def test_a_server_that_joins_is_refused_where_it_scores_otherwise_than_one_with_
 def test_one_that_rounds_as_servers_did_at_the_start_joins(tmp_path, one_rank):
     run, random = Run(tmp_path, r3_suspect_limit=5.0), np.random.default_rng(0)
     run.fleet.rounds = lambda: random.normal(0, 0.02)
-    run.canaries.begin(0)
+    run.begin(0)
     for _ in range(200):
         run.canaries.score_joiner(1, 0, 0)
     run.fleet.weights[1] = 0.4
@@ -359,7 +363,7 @@ def test_an_update_that_moves_nothing_is_inconclusive(run):
 
 def test_cached_keys_are_of_one_version_where_an_update_flushes_nothing(tmp_path, one_rank):
     run = Run(tmp_path, pause_generation_mode="in_place", max_weight_staleness=1)
-    run.canaries.begin(0)
+    run.begin(0)
     assert run.update(1, flush=False)["served/passed"]
     assert run.fleet.asked[-1][3] != run.fleet.asked[0][3]
 
@@ -374,7 +378,7 @@ def test_a_resumed_run_has_its_texts_and_first_readings_and_measures_its_own_mac
     # this machine is 1e-4 nats off where the other was exact
     again.actor.weights = 0.1
     again.fleet.update(0.1001)
-    again.canaries.begin(1)
+    again.begin(1)
     assert "another machine" in again.notes[-1]
     metrics = again.update(2, spoil=lambda fleet: fleet.update(0.2001))
     assert metrics["served/passed"] and metrics["served/suspect"] < 1
@@ -383,7 +387,7 @@ def test_a_resumed_run_has_its_texts_and_first_readings_and_measures_its_own_mac
     third = Run(later, resumed=checkpoint)
     third.actor.weights = 0.2
     with pytest.raises(NotServed, match="MOVED: .* of version 0"):
-        third.canaries.begin(2)  # its servers hold the first weights of all
+        third.begin(2)  # its servers hold the first weights of all
 
 
 @pytest.mark.parametrize("damage", [b"", b"x" * 100, "cut"])
@@ -398,13 +402,13 @@ def test_a_damaged_file_of_canaries_is_refused_by_name(run, tmp_path, damage):
 def test_a_checkpoint_without_canaries_chooses_them_anew(tmp_path, one_rank):
     run = Run(tmp_path, resumed=tmp_path)
     assert not run.canaries.ready
-    run.canaries.begin(0)
+    run.begin(0)
     assert run.canaries.ready
 
 
 def test_a_large_budget_reads_more_texts(tmp_path, one_rank):
     run = Run(tmp_path, r3_canaries=16384)
-    run.canaries.begin(0)
+    run.begin(0)
     run.update(1)
     assert [asked[1] for asked in run.fleet.asked] == [33] * 5
 
@@ -425,7 +429,7 @@ def test_the_first_updates_and_those_after_a_restart_are_judged_and_then_what_th
 ):
     run = Run(tmp_path, r3_canary_share=1e-6)
     run.fleet.seconds = 100.0
-    run.canaries.begin(0)
+    run.begin(0)
 
     def judged(versions):
         return [version for version in versions if run.update(version)]
@@ -436,14 +440,14 @@ def test_the_first_updates_and_those_after_a_restart_are_judged_and_then_what_th
     assert run.canaries.served(12) is None
     every = Run(tmp_path / "every", r3_canary_share=1.0)
     every.fleet.seconds = 100.0
-    every.canaries.begin(0)
+    every.begin(0)
     assert all(every.update(version) for version in range(1, 6))
 
 
 def test_a_text_for_which_the_settings_leave_no_room_is_chosen_anew(run, tmp_path):
     run.canaries.keep(tmp_path)
     again = Run(tmp_path, resumed=tmp_path, max_tokens_per_gpu=100)
-    again.canaries.begin(0)
+    again.begin(0)
     assert {len(text) for text in again.canaries._texts} == {92}
     assert again.update(1)["served/passed"]
 
@@ -463,4 +467,4 @@ def test_a_checkpoint_whose_canaries_drew_nothing_is_gone_on_from(run, tmp_path)
     again = Run(tmp_path / "again", resumed=tmp_path)
     again.actor.weights = 0.2
     with pytest.raises(NotServed, match="MOVED: .* of version 0"):
-        again.canaries.begin(2)  # its servers hold the first weights of all
+        again.begin(2)  # its servers hold the first weights of all

@@ -10,6 +10,7 @@ import pytest
 from torch.distributed import HashStore
 
 from r3train.engine.backend import EngineDied
+from r3train.engine.members import Members
 from r3train.engine.publish import Published
 from r3train.host_group import join_ranks, leave_ranks
 from r3train.loop import async_loop, weight_update
@@ -25,6 +26,7 @@ from r3train.observe.console import RunDisplay
 from r3train.types import RankTopology
 from tests.unit.config.test_config import config
 from tests.unit.hf_model import facts
+from tests.unit.loop.test_canaries import CHECKED
 
 
 @pytest.fixture(autouse=True)
@@ -60,6 +62,8 @@ class Servers:
 
     def unchanged(self):
         return nullcontext()
+
+    requests_wait = unchanged
 
 
 def updates_of(servers, actor, *, canaries=None, **settings) -> WeightUpdate:
@@ -186,6 +190,81 @@ def test_generation_goes_on_where_the_next_update_comes_before_anybody_asks_for_
     for version in (2, 3):
         assert update.publish(version)["rollout/weight_version"] == version
     assert resumed == [0], "once"
+
+
+def test_no_request_goes_to_servers_whose_new_weights_are_not_judged_yet():
+    members, servers, asked = Members(["h:1"], [0], changes=True), Servers(lost_at=2), []
+    publish = servers.publish
+
+    def recorded(weights, *, version):
+        published = publish(weights, version=version)
+        members.record(version)
+        return published
+
+    def judge(version, **how):
+        asked.append((members.holders(version), members.askable(version)))
+
+    servers.publish, servers.requests_wait = recorded, members.requests_wait
+    actor = SimpleNamespace(hf_weights=lambda **how: iter(()))
+    update = updates_of(servers, actor)
+    update.checksums = SimpleNamespace(over=iter, judge=judge)
+    for version in (1, 2):
+        update.publish(version)
+        assert members.askable(version) == [0]
+    # an update, one that is lost, and that of the new servers
+    assert asked == [([0], []), ([], []), ([0], [])]
+
+
+@pytest.mark.parametrize("part", ["checksums", "canaries"])
+def test_a_start_whose_only_server_is_lost_while_it_is_asked_goes_on_with_another(
+    part, monkeypatch
+):
+    calls, lost = [], [EngineDied("killed")]
+
+    def asked(name):
+        def ask(version):
+            calls.append(name)
+            if name == part and lost:
+                raise lost.pop()
+
+        return ask
+
+    canaries = SimpleNamespace(
+        ask_first=asked("canaries"),
+        begin=asked("begin"),
+        send=None,
+        keep=None,
+        score_joiner=None,
+        wait=lambda: None,
+        judge=lambda version: {},
+    )
+    monkeypatch.setattr(async_loop, "Canaries", lambda **parts: canaries)
+    checksums = SimpleNamespace(begin=asked("checksums"))
+    monkeypatch.setattr(async_loop, "ServerChecksums", lambda *parts: checksums)
+    monkeypatch.setattr(
+        WeightUpdate, "revive", lambda _, version, cause: calls.append(f"revive: {cause}")
+    )
+    monkeypatch.setattr(WeightUpdate, "publish", lambda _, version: calls.append("publish"))
+    monkeypatch.setattr(async_loop, "TrainSpeed", lambda *parts: None)
+    source = RolloutSource()
+    rollouts = SimpleNamespace(start_producer=lambda: calls.append("generate") or source)
+    evaluations = SimpleNamespace(begin=None, end=lambda source: None)
+    loop = AsyncLoop(
+        config(num_rollout=1, max_engine_restarts=1, **CHECKED),
+        facts(),
+        SimpleNamespace(topology=RankTopology()),
+        rank_zero=RankZero(
+            Servers(0), None, rollouts, RunDisplay(4, enabled=False), None, evaluations
+        ),
+        evidence=None,
+        run_state=SimpleNamespace(watch=lambda source: source),
+        routes=SimpleNamespace(),
+    )
+    assert loop.run(1) == 1
+    again = [part, "revive: killed"]
+    expected = ["checksums", "publish", "canaries", "generate", "begin"]
+    expected[(place := expected.index(part)) : place] = again
+    assert calls == expected
 
 
 @pytest.mark.parametrize(
