@@ -183,6 +183,12 @@ RULES = (
         "::test_a_row_says_whether_a_harness_ran_its_calls_and_what_was_refused",
     ),
     Rule(r"r3train verify |python -m tests\.oracle\.verify_planted ", Kind.LONG),
+    Rule(
+        r"python benchmarks/house\.py --t(ree|race) ",
+        Kind.ELSEWHERE,
+        "reads another checkout, or what a traced job has left",
+        "tests/unit/benchmarks/test_house.py::test_of_what_ran_the_lines_of_code_are_counted_once",
+    ),
     Rule(r"(OMP_NUM_THREADS=1 )?(\.venv/bin/)?python (-m benchmarks\.|benchmarks/)", Kind.LONG),
     Rule(r"r3train serve ", Kind.SERVE),
     Rule(
