@@ -17,7 +17,7 @@ import numpy as np
 from msgspec import Meta, Struct
 
 from r3train.config.sources import raise_all
-from r3train.engine.backend import EngineError
+from r3train.engine.backend import EngineError, EngineUnreachable
 from r3train.engine.members import Members
 from r3train.engine.sglang_http import ASKED_AGAIN, HTTPSettings, SGLangHTTP, Tries
 from r3train.engine.score import GivenText, score
@@ -207,6 +207,8 @@ class EngineControl:
                     await self._http.call(server, path, **how)
             except EngineError as error:  # also where it has left meanwhile
                 return error
+            except ValueError as error:  # its name is none
+                return EngineUnreachable(str(error))
             return None
 
         async def errors() -> dict[int, EngineError | None]:

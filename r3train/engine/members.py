@@ -90,7 +90,7 @@ class Members:
         return server in self._gone
 
     def excuse(self, server: int) -> bool:
-        """True once for each address: its server may not be at fault for what has failed."""
+        """True once for each address until it holds weights: its server may not be at fault for what has failed."""
         with self._lock:
             is_first = self.urls[server] not in self._excused
             self._excused.add(self.urls[server])
@@ -149,6 +149,7 @@ class Members:
             for i in recorded:
                 self._versions[i] = version
             if version is not None and recorded:
+                self._excused -= {self.urls[i] for i in recorded}
                 self._proven |= recorded
                 self._newest = max(version, -1 if self._newest is None else self._newest)
 
@@ -167,12 +168,10 @@ class Members:
 
     @contextmanager
     def requests_wait(self) -> Iterator[None]:
-        """A block in which no request is sent: what servers hold is judged first."""
+        """A block in which no request is sent: what servers hold is judged first.  After an error that stays so until the next one."""
         self._requests_wait = True
-        try:
-            yield
-        finally:
-            self._requests_wait = False
+        yield
+        self._requests_wait = False
 
     def ready(self) -> list[int]:
         """Servers that may be asked: they hold some weights of the run, whichever."""

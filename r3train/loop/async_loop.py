@@ -62,6 +62,11 @@ if TYPE_CHECKING:
     from r3train.trainer.megatron.actor import MegatronActor
 
 
+_MOST_ATTEMPTS = 3  # to ask the servers of a start
+# modes in which servers go on with what an update froze, also after one that failed
+_FREEZE = ("in_place", "retract")
+
+
 @dataclass(eq=False)
 class AsyncLoop:
     """Trains one rollout after another; all ranks call its methods together.
@@ -152,8 +157,11 @@ class AsyncLoop:
                 # nobody knows which answers are that server's; behind the last rollout all are trained
                 if error.sampled and error.version < self.config.rollout.num_rollout:
                     self.run_state.put_back()
+                # what was frozen may have been sampled under the weights that were refused
+                freezes = self.config.rollout.pause_generation_mode in _FREEZE
+                keeps_samples = not (error.sampled or freezes)
                 self.run_state.save_failed(
-                    error.version, str(error), what, keeps_samples=not error.sampled
+                    error.version, str(error), what, keeps_samples=keeps_samples
                 )
             if self.rank_zero is None:
                 host_barrier()  # rank 0 ends the job with the verdict, and would be hidden
@@ -221,18 +229,24 @@ class AsyncLoop:
         self._begin_evaluation(rollout_id, at_start=True)
 
     def _ask_servers(self, version: int, ask: Callable[[int], None]) -> None:
-        """Let rank 0 ask the servers, again with others where all were lost meanwhile; a collective."""
-        while True:
+        """Let rank 0 ask the servers, again with others where all were lost meanwhile; a collective.
+
+        Raises the third loss: servers that are alive may be too slow for it.
+        """
+        for attempt in range(1, _MOST_ATTEMPTS + 1):
             failure = None
             with rank_zero_alone():
                 if self.rank_zero is not None:
                     try:
                         ask(version)
                     except self._recovery.caught as error:
+                        if attempt == _MOST_ATTEMPTS:
+                            raise
                         failure = error
             if not self._recovery.rank_zero_failed(failure):
                 return
             self._update.revive(version, failure)
+            self._turns.actor_offloads()
 
     def _generate(self) -> None:
         if self.rank_zero is not None:

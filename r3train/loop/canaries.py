@@ -390,11 +390,12 @@ class Canaries:
 
         The result waits for the scores, and for the seconds that servers took.
         Each text has a key of its own, the same under all versions where an update must flush the cache, and others in
-        each ``repetition`` of a version, so that nothing is cached.
+        each ``repetition`` of a version, so that nothing is cached.  Where no update flushes it, each call has others: a
+        server that has left may come back with what it cached.
         """
         name = self._name + (f"-{repetition}" if repetition else "")
         if not self.config.rollout.fresh_prefixes:
-            name += f"-{version}"
+            name += f"-{version}-{secrets.token_hex(4)}"
         keys = [f"{name}-{i}" for i in range(len(texts))]
         return self.rank_zero.weights.score_canaries(
             texts, keys, version, halves=_HALVED, drawn=_DRAWN, at_once=at_once

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from r3train.config import RunConfig
-from r3train.engine.backend import EngineError, EngineUnreachable
+from r3train.engine.backend import EngineDied, EngineError
 from r3train.engine.publish_disk import Comparison
 from r3train.hf_checkpoint import NamedTensors
 from r3train.loop.canaries import NotServed
@@ -89,13 +89,13 @@ class ServerChecksums:
         """Rank 0: read what the servers of this run were started with, before anything is sent.
 
         External ones may hold anything, even weights that this run will send.  Raises NotServed where one server holds
-        other tensors than another, and EngineUnreachable where none answers.
+        other tensors than another, and EngineUnreachable where all are lost.
         """
         try:
             held = self.rank_zero.weights.checksums(None)
-        except EngineUnreachable:
-            raise
         except EngineError as error:
+            if isinstance(error, EngineDied) or not self.rank_zero.weights.present():
+                raise
             logger.warning("servers do not say the checksums of their weights: %s", error)
             return
         self._is_open = True

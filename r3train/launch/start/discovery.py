@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,7 +74,7 @@ class Discovery:
         # a server that hangs delays other signs of life, and nobody who joins
         self._threads = [
             threading.Thread(target=self._watch, args=(look,), name="discovery", daemon=True)
-            for look in (self._look, self.let_lost_leave)
+            for look in (self._look, lambda: self.let_lost_leave(self._tried.copy()))
         ]
 
     def start(self) -> None:
@@ -102,7 +102,8 @@ class Discovery:
             except EngineError as error:
                 logger.info("%s", error)  # a server left meanwhile
             except Exception:  # noqa: BLE001 - the run goes on with the servers that it has
-                logger.exception("the servers that join and leave")
+                if not self._closed.is_set():
+                    logger.exception("the servers that join and leave")
             self._closed.wait(EVERY_S)
 
     def _look(self) -> None:
@@ -161,15 +162,20 @@ class Discovery:
                     self._banned.add(url)
             elif server in present and (url not in named or server in self.members.leaving):
                 self.members.take_back(server, f"{self.source} does not name it any more")
-                if not self.is_busy(server):
-                    self.members.leave(server, "its calls have ended", "left")
+        self.let_idle_leave()
 
-    def let_lost_leave(self) -> None:
-        """Let servers leave that give no sign of life, and end the tries of those that were to join."""
+    def let_idle_leave(self) -> None:
+        """Let those leave that are named no more, once their calls have ended."""
+        for server in self.members.leaving.intersection(self.members.present()):
+            if not self.is_busy(server):
+                self.members.leave(server, "its calls have ended", "left")
+
+    def let_lost_leave(self, joining: Collection[str] = ()) -> None:
+        """Let servers leave that give no sign of life, and end the tries of those of ``joining``."""
         # SGLang answers /health by a token of its own, which waits while weights are loaded
         loads, now = not self.members.ready(), time.monotonic()
         present = self.members.present()
-        numbers = map(self._numbers.get, self._tried.copy())
+        numbers = map(self._numbers.get, joining)
         paths = {server: "/model_info" for server in numbers if server is not None}
         paths |= dict.fromkeys(present, "/model_info" if loads else "/health")
         errors = self.control.look_for_life(paths, self.health_timeout_s)
@@ -188,6 +194,7 @@ class Discovery:
         if url not in self._numbers:
             self._numbers[url] = self.members.number(url)
         server, newest = self._numbers[url], None
+        self._alive[server] = began
         try:
             self.examine(server)
             with self.lock:
@@ -207,7 +214,8 @@ class Discovery:
             was_updated = newest is None or self._held() != newest
             if not was_updated and not isinstance(error, (EngineBusy, EngineUnreachable)):
                 self._banned.add(url)
-            text = _SILENT if self.members.is_gone(server) else str(error)
+            is_silent = isinstance(error, ServerLeft) and self.members.is_gone(server)
+            text = _SILENT if is_silent else str(error)
             if self._said.get(url) != text:
                 self._said[url] = text
                 self.members.refuse(server, text)

@@ -277,7 +277,12 @@ class RunServers:
                 self._updating = False
 
     def requests_wait(self) -> AbstractContextManager[None]:
-        """A block in which no request is sent to servers, but for those of adapters, which keep older ones."""
+        """A block in which no request is sent to servers, but for those of adapters, which keep older ones.
+
+        Servers that were to leave after their calls, which have ended, are gone first: they would leave in its middle.
+        """
+        if self._discovery is not None:
+            self._discovery.let_idle_leave()
         return self.members.requests_wait() if self.adapters is None else nullcontext()
 
     @property

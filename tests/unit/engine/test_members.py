@@ -21,6 +21,7 @@ from r3train.engine.backend import (
     ServerLeft,
 )
 from r3train.engine.client import SGLangClient
+from r3train.engine.control import EngineControl
 from r3train.engine.members import Members
 from r3train.engine.sglang_http import SGLangHTTP
 from tests.fakes.server import PROMPT, SAMPLING, Fake, answer_to, client_of, refuse
@@ -176,6 +177,13 @@ async def test_a_new_one_whose_first_broadcast_is_broken_may_join_again_once():
             assert members.refused == refused and members.present() == [0]
             server = members.number(members.urls[1])
             members.join(server, None, "")
+        members.record(2, server)
+        assert members.excuse(server), "its connections have brought it weights"
+
+
+def test_a_name_that_is_none_gives_no_sign_of_life():
+    with EngineControl(["a..b:80"]) as control:
+        assert isinstance(control.look_for_life({0: "/health"}, 5)[0], EngineUnreachable)
 
 
 async def failed(error):

@@ -69,9 +69,10 @@ async def fleet(tmp_path, monkeypatch, *fakes, gives=True, timeout_s=20.0, wait_
         settings = HTTPSettings(request_timeout_s=20.0)
         control = stack.enter_context(EngineControl(members, settings))
         it = SimpleNamespace(members=members, told=told, source=source, addrs=addrs, notes=[])
-        it.busy, it.silent, it.control = set(), set(), control
+        it.busy, it.silent, it.control, it.tries = set(), set(), control, 0
 
         def examine(server):
+            it.tries += 1
             if members.urls[server] in it.silent:
                 time.sleep(0.2)
                 raise EngineUnreachable("it does not answer")
@@ -256,6 +257,19 @@ async def test_one_that_hangs_while_it_joins_is_given_up_and_tried_again_under_a
         second.hangs.set()
         await until(lambda: len(it.members.holders(7)) == 2)
         assert 1 not in it.members.present()
+
+
+async def test_one_that_is_named_before_it_is_up_keeps_its_number_and_is_told_of_once(
+    tmp_path, monkeypatch
+):
+    """Silence counts within a try: tries of two seconds and more together, each of a part of one."""
+    async with fleet(tmp_path, monkeypatch, Server(), second := Server(), timeout_s=2.0) as it:
+        second.statuses |= dict.fromkeys(("/model_info", "/health"), 503)
+        it.silent.add(f"http://{it.addrs[1]}")
+        it.name(0, 1)
+        await until(lambda: it.tries > 14)
+        assert whats(it) == [(0, "joined"), (1, "refused")]
+        assert len(it.members.urls) == 2
 
 
 async def test_while_weights_are_loaded_a_server_is_asked_for_no_token(tmp_path, monkeypatch):

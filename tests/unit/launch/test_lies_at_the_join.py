@@ -261,10 +261,22 @@ async def test_a_server_that_is_leaving_is_no_reason_for_an_update_and_one_that_
         run.servers.client = SimpleNamespace(is_busy=lambda server: True)
         run.members.take_back(0, "its host is wanted")
         run.servers.check_served()
+        assert run.members.present() == [0]
         run.name(run.addr)
         await until(lambda: run.members.present() == [0, 1])
         with pytest.raises(EngineUnreachable):
             run.servers.check_served()
+
+
+async def test_one_whose_last_call_ends_before_an_update_is_gone_before_it_is_sent(
+    tiny, tmp_path, monkeypatch
+):
+    async with run_with(Server(tiny / "model"), tiny, tmp_path, monkeypatch) as run:
+        monkeypatch.setattr(discovery, "EVERY_S", 60.0)
+        await asyncio.sleep(0.2)  # a look under way ends
+        run.members.take_back(0, "its host is wanted")
+        with run.servers.requests_wait():
+            assert run.members.present() == []
 
 
 @pytest.mark.parametrize("is_lost", [True, False])

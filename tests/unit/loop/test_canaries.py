@@ -366,6 +366,14 @@ def test_cached_keys_are_of_one_version_where_an_update_flushes_nothing(tmp_path
     run.begin(0)
     assert run.update(1, flush=False)["served/passed"]
     assert run.fleet.asked[-1][3] != run.fleet.asked[0][3]
+    assert run.update(1, flush=False)["served/passed"], "sent again, to a server that came back"
+
+
+def test_a_start_may_ask_a_server_again_that_has_left_and_kept_its_cache(tmp_path, one_rank):
+    run = Run(tmp_path, pause_generation_mode="in_place", max_weight_staleness=1)
+    run.canaries.ask_first(0)
+    run.begin(0)
+    assert run.canaries.ready
 
 
 def test_a_resumed_run_has_its_texts_and_first_readings_and_measures_its_own_machine(run, tmp_path):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from r3train.engine.backend import EngineError
+from r3train.engine.backend import AnswerLate, EngineDied, EngineError, EngineUnreachable
 from r3train.host_group import join_ranks, leave_ranks
 from r3train.loop.canaries import NotServed
 from r3train.loop.server_checksums import ServerChecksums
@@ -30,6 +30,7 @@ class Fleet:
 
     def __init__(self, *held: int):
         self.held, self.error, self.dropped = list(held), None, []
+        self.present = lambda: list(range(len(self.held)))
 
     def checksums(self, version):
         if self.error is not None:
@@ -94,9 +95,16 @@ def test_servers_of_a_run_that_start_with_other_tensors_end_it_before_the_first_
 
 def test_servers_that_say_no_checksums_end_no_run():
     held = weights(fleet := Fleet(0))
-    fleet.error = EngineError("404")
-    held.begin(0)
+    for fleet.error in (EngineError("404"), AnswerLate("after 300 s")):
+        held.begin(0)
     assert update(held, 1) == {} and held.count(1) is None
+
+
+def test_lost_servers_are_not_taken_for_ones_that_say_no_checksums():
+    held = weights(fleet := Fleet(0))
+    for fleet.held, fleet.error in (([0], EngineDied("9")), ([], EngineUnreachable("no server"))):
+        with pytest.raises(EngineUnreachable):
+            held.begin(0)
 
 
 def test_after_a_failed_update_the_other_ranks_go_on_and_nothing_is_read():

@@ -15,6 +15,7 @@ from r3train.engine.publish import Published
 from r3train.host_group import join_ranks, leave_ranks
 from r3train.loop import async_loop, weight_update
 from r3train.loop.async_loop import AsyncLoop
+from r3train.loop.canaries import NotServed
 from r3train.loop.device_turns import DeviceTurns
 from r3train.loop.rank_zero import RankZero
 from r3train.loop.intake import Intake, Taken
@@ -205,21 +206,23 @@ def test_no_request_goes_to_servers_whose_new_weights_are_not_judged_yet():
         asked.append((members.holders(version), members.askable(version)))
 
     servers.publish, servers.requests_wait = recorded, members.requests_wait
+    servers.restart = lambda cause: asked.append((members.holders(0), members.askable(0)))
     actor = SimpleNamespace(hf_weights=lambda **how: iter(()))
     update = updates_of(servers, actor)
     update.checksums = SimpleNamespace(over=iter, judge=judge)
     for version in (1, 2):
         update.publish(version)
         assert members.askable(version) == [0]
-    # an update, one that is lost, and that of the new servers
-    assert asked == [([0], []), ([], []), ([0], [])]
+    # an update, one that is lost, the restart, and the update of the new servers
+    assert asked == [([0], []), ([], []), ([0], []), ([0], [])]
 
 
 @pytest.mark.parametrize("part", ["checksums", "canaries"])
-def test_a_start_whose_only_server_is_lost_while_it_is_asked_goes_on_with_another(
-    part, monkeypatch
+@pytest.mark.parametrize("losses", [1, 2, 3])
+def test_a_start_whose_only_server_is_lost_while_it_is_asked_goes_on_with_another_twice(
+    part, losses, monkeypatch
 ):
-    calls, lost = [], [EngineDied("killed")]
+    calls, lost = [], [EngineDied("killed")] * losses
 
     def asked(name):
         def ask(version):
@@ -260,11 +263,45 @@ def test_a_start_whose_only_server_is_lost_while_it_is_asked_goes_on_with_anothe
         run_state=SimpleNamespace(watch=lambda source: source),
         routes=SimpleNamespace(),
     )
+    if losses == 3:
+        with pytest.raises(EngineDied):
+            loop.run(1)
+        return
     assert loop.run(1) == 1
-    again = [part, "revive: killed"]
+    again = [part, "revive: killed"] * losses
     expected = ["checksums", "publish", "canaries", "generate", "begin"]
     expected[(place := expected.index(part)) : place] = again
     assert calls == expected
+
+
+@pytest.mark.parametrize("mode, kept", [("drain", True), ("in_place", False), ("retract", False)])
+def test_what_was_frozen_while_weights_were_refused_is_generated_again(mode, kept, monkeypatch):
+    saved = []
+
+    def refuse(_, version):
+        raise NotServed("SAME", version, {})
+
+    monkeypatch.setattr(WeightUpdate, "publish", refuse)
+    monkeypatch.setattr(Intake, "take", lambda *of: Taken([], None, {}))
+    trained = Trained({}, first_step_done=True)
+    monkeypatch.setattr(async_loop, "train_rollout", lambda *of: trained)
+    monkeypatch.setattr(async_loop, "settle", lambda *of: None)
+    monkeypatch.setattr(async_loop, "memory_metrics", lambda *of: {})
+    loop = AsyncLoop(
+        config(num_rollout=3, r3_canaries=0, pause_generation_mode=mode, max_weight_staleness=1),
+        facts(),
+        SimpleNamespace(topology=RankTopology(), device=None, check_replay=lambda on: None),
+        rank_zero=None,
+        evidence=None,
+        run_state=SimpleNamespace(
+            agree_on_stop=lambda: False,
+            save_failed=lambda *of, keeps_samples: saved.append(keeps_samples),
+        ),
+        routes=SimpleNamespace(metrics=lambda: {}),
+    )
+    with pytest.raises(NotServed):
+        loop.run(0)
+    assert saved == [kept]
 
 
 @pytest.mark.parametrize(
