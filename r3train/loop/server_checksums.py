@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from r3train.config import RunConfig
-from r3train.engine.backend import EngineDied, EngineError
+from r3train.engine.backend import AnswerLate, EngineDied, EngineError
 from r3train.engine.publish_disk import Comparison
 from r3train.hf_checkpoint import NamedTensors
 from r3train.loop.canaries import NotServed
@@ -91,10 +91,13 @@ class ServerChecksums:
         External ones may hold anything, even weights that this run will send.  Raises NotServed where one server holds
         other tensors than another, and EngineUnreachable where all are lost.
         """
+        weights = self.rank_zero.weights
+        asked = weights.present()
         try:
-            held = self.rank_zero.weights.checksums(None)
+            held = weights.checksums(None)
         except EngineError as error:
-            if isinstance(error, EngineDied) or not self.rank_zero.weights.present():
+            lost = isinstance(error, EngineDied) or not set(asked).intersection(weights.present())
+            if lost and not isinstance(error, AnswerLate):
                 raise
             logger.warning("servers do not say the checksums of their weights: %s", error)
             return

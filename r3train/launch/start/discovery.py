@@ -60,6 +60,9 @@ class Discovery:
 
     def __post_init__(self) -> None:
         self.lock = threading.Lock()
+        self.is_sending = (
+            False  # weights, which a server that leaves would break: nobody leaves who is well
+        )
         self._named: set[str] = set()  # as read at the last look
         self._numbers: dict[str, int] = {}  # of named servers, by URL
         self._not_before: dict[str, float] = {}  # when one is tried again
@@ -162,7 +165,8 @@ class Discovery:
                     self._banned.add(url)
             elif server in present and (url not in named or server in self.members.leaving):
                 self.members.take_back(server, f"{self.source} does not name it any more")
-        self.let_idle_leave()
+        if not self.is_sending:
+            self.let_idle_leave()
 
     def let_idle_leave(self) -> None:
         """Let those leave that are named no more, once their calls have ended."""

@@ -6,7 +6,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
@@ -276,14 +276,20 @@ class RunServers:
             finally:
                 self._updating = False
 
-    def requests_wait(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def requests_wait(self) -> Iterator[None]:
         """A block in which no request is sent to servers, but for those of adapters, which keep older ones.
 
-        Servers that were to leave after their calls, which have ended, are gone first: they would leave in its middle.
+        Nobody leaves in it who is well.  Those that were to leave after their calls, which have ended, are gone first.
         """
-        if self._discovery is not None:
-            self._discovery.let_idle_leave()
-        return self.members.requests_wait() if self.adapters is None else nullcontext()
+        with ExitStack() as end:
+            if self._discovery is not None:
+                end.callback(setattr, self._discovery, "is_sending", False)
+                self._discovery.is_sending = True
+                self._discovery.let_idle_leave()
+            if self.adapters is None:
+                end.enter_context(self.members.requests_wait())
+            yield
 
     @property
     def is_deserted(self) -> bool:

@@ -279,6 +279,20 @@ async def test_one_whose_last_call_ends_before_an_update_is_gone_before_it_is_se
             assert run.members.present() == []
 
 
+async def test_one_that_is_named_no_more_while_weights_are_sent_leaves_afterwards(
+    tiny, tmp_path, monkeypatch
+):
+    async with run_with(Server(tiny / "model"), tiny, tmp_path, monkeypatch) as run:
+        run.name(run.addr)
+        await until(lambda: run.members.present() == [0, 1])
+        with run.servers.requests_wait():
+            run.name()
+            await until(lambda: 1 in run.members.leaving)
+            await run.looked()
+            assert run.members.present() == [0, 1]
+        await until(lambda: run.members.present() == [0])
+
+
 @pytest.mark.parametrize("is_lost", [True, False])
 async def test_updates_that_fail_end_the_run_where_no_server_was_lost_in_them(
     is_lost, tiny, tmp_path, monkeypatch
