@@ -186,10 +186,13 @@ class SGLangClient:
             self._server_of_group[group_id] = min(candidates, key=self._load.__getitem__)
 
     async def _allowed_servers(self, weight_version: int | None, sample_id: int) -> Sequence[int]:
-        """Wait until a server holds the weights that the request asks for; return all that do."""
+        """Wait until a server holds the weights that the request asks for; return all that do.
+
+        Any weights of the run do for a request that asks for none; without an update yet, whatever the servers hold.
+        """
         if not self._knows_versions or weight_version is None:
-            if present := self.members.present():
-                return present
+            if servers := self.members.ready() or self.members.present():
+                return servers
             weight_version = 0
         deadline = time.monotonic() + self.settings.request_timeout_s
         while not (holders := self.members.askable(weight_version)):

@@ -213,6 +213,16 @@ async def test_a_request_that_has_waited_for_a_server_takes_the_newest_weights()
         assert segment.weight_versions.tolist() == [2]
 
 
+async def test_a_request_for_any_weights_goes_to_no_server_that_has_none_of_the_run_yet():
+    """As those for a start's canaries, while others join by broadcast, which hold an earlier job's."""
+    request = replace(REQUEST, weight_version=None)
+    for versions, asked in (([1, None], {0}), ([None, None], {0, 1})):
+        fakes = Fake(labelled(1)), Fake(labelled(1))
+        async with client_of(*fakes, versions=versions, changes=True) as client:
+            answers = [client.generate(replace(request, group_id=group)) for group in range(4)]
+            assert {answer.server for answer in await asyncio.gather(*answers)} == asked
+
+
 async def test_the_request_of_a_server_of_the_run_that_ended_waits_until_that_has_weights_again():
     fake, dead = Fake(gone), [EngineDied("it ended with exit code -9")]
 
