@@ -207,7 +207,7 @@ class EngineControl:
                     await self._http.call(server, path, **how)
             except EngineError as error:  # also where it has left meanwhile
                 return error
-            except ValueError as error:  # its name is none
+            except ValueError as error:  # no host can have such a name
                 return EngineUnreachable(str(error))
             return None
 

@@ -90,7 +90,10 @@ class Members:
         return server in self._gone
 
     def excuse(self, server: int) -> bool:
-        """True once for each address until it holds weights: its server may not be at fault for what has failed."""
+        """Excuse a server for a broken broadcast, which may be another one's fault.
+
+        True the first time for its address, and again once it has held weights.
+        """
         with self._lock:
             is_first = self.urls[server] not in self._excused
             self._excused.add(self.urls[server])
@@ -168,7 +171,10 @@ class Members:
 
     @contextmanager
     def requests_wait(self) -> Iterator[None]:
-        """A block in which no request is sent: what servers hold is judged first.  After an error that stays so until the next one."""
+        """Send no request in the block, because what servers hold is judged first.
+
+        After an error none is sent until a later block has ended well.
+        """
         self._requests_wait = True
         yield
         self._requests_wait = False

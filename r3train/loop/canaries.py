@@ -390,8 +390,8 @@ class Canaries:
 
         The result waits for the scores, and for the seconds that servers took.
         Each text has a key of its own, the same under all versions where an update must flush the cache, and others in
-        each ``repetition`` of a version, so that nothing is cached.  Where no update flushes it, each call has others: a
-        server that has left may come back with what it cached.
+        each ``repetition`` of a version, so that nothing is cached.  Where an update flushes nothing, every call makes new keys,
+        because a server that left may come back with its cache.
         """
         name = self._name + (f"-{repetition}" if repetition else "")
         if not self.config.rollout.fresh_prefixes:

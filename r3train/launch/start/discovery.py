@@ -60,9 +60,8 @@ class Discovery:
 
     def __post_init__(self) -> None:
         self.lock = threading.Lock()
-        self.is_sending = (
-            False  # weights, which a server that leaves would break: nobody leaves who is well
-        )
+        # an update sends weights: a sound server stays until its end, for leaving would break a broadcast
+        self.is_sending = False
         self._named: set[str] = set()  # as read at the last look
         self._numbers: dict[str, int] = {}  # of named servers, by URL
         self._not_before: dict[str, float] = {}  # when one is tried again

@@ -280,7 +280,7 @@ class RunServers:
     def requests_wait(self) -> Iterator[None]:
         """A block in which no request is sent to servers, but for those of adapters, which keep older ones.
 
-        Nobody leaves in it who is well.  Those that were to leave after their calls, which have ended, are gone first.
+        Idle servers that are named no more leave before it, and no sound server leaves during it.
         """
         with ExitStack() as end:
             if self._discovery is not None:
