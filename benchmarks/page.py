@@ -75,12 +75,14 @@ def _agent_endpoint(r: Result) -> dict[str, Spread]:
 
 
 def _rank0_rate(r: Result) -> dict[str, Spread]:
-    return {
-        f"samples/s of {size['tokens']} tokens that rank 0 takes in": size["samples_a_second"][
-            "short"
-        ]
-        for size in r["sizes"]
-    }
+    found = {}
+    for size in r["sizes"]:
+        tokens = size["tokens"]
+        rate = size["samples_a_second"]["short"]
+        found[f"samples/s of {tokens} tokens that rank 0 takes in"] = rate
+        found[f"CPU s, ids of a byte / int32, {tokens} tokens"] = size["short_over_int32"]
+        found[f"noise: ids of a byte again / the first, {tokens} tokens"] = size["again_over_short"]
+    return found
 
 
 # benchmark -> its figures by what they are
