@@ -66,12 +66,17 @@ def _against_trl(r: Result) -> dict[str, Spread]:
 
 
 def _agent_endpoint(r: Result) -> dict[str, Spread]:
-    return {
-        f"an agent's call over a turn of an environment, {calls['turns']} calls, ms": calls[
-            "more_ms"
-        ]
-        for calls in r["calls"]
-    }
+    found = {}
+    for calls in r["calls"]:
+        what = f"{calls['turns']} calls"
+        found[f"an agent's call over a turn of an environment, {what}, ms"] = calls["more_ms"]
+        noise = f"noise: CPU s, the endpoint again / the first, {what}"
+        found[noise] = calls["again_over_endpoint"]
+    memory = r["memory"]
+    what = f"{memory['sessions']} sessions of {memory['turns']} calls"
+    found[f"longest hold of the event loop, {what}, ms"] = spread([memory["longest_ms"]])
+    found["of it a garbage collection, ms"] = spread([memory["longest_gc_ms"]])
+    return found
 
 
 def _rank0_rate(r: Result) -> dict[str, Spread]:
