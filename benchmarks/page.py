@@ -75,7 +75,7 @@ def _agent_endpoint(r: Result) -> dict[str, Spread]:
     memory = r["memory"]
     what = f"{memory['sessions']} sessions of {memory['turns']} calls"
     found[f"longest hold of the event loop, {what}, ms"] = spread([memory["longest_ms"]])
-    found["of it a garbage collection, ms"] = spread([memory["longest_gc_ms"]])
+    found[f"longest garbage collection, {what}, ms"] = spread([memory["longest_gc_ms"]])
     return found
 
 
